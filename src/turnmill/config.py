@@ -1,0 +1,97 @@
+"""Every parameter of a run, in one typed place: names, defaults, ranges, and how layers of sources combine.
+
+    defaults < recipe.toml of the base model < TOML file < TURNMILL_* environment < sidecar < command line
+
+Names and defaults are the reference system's where they make sense on open models (docs/reference/parameters.md).
+Import-light: no torch, no pydantic. A key is here only if some component reads it.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def param(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A parameter: its default, one line of meaning, and the range or the choices that it may take."""
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The parameters of one run. Durations end in `_s` or are seconds where the reference's name says otherwise."""
+
+    # What is trained, on what
+    base_model: str = param("wordle-tiny", "shipped model name, or folder with a Hugging Face model")
+    training_method: str = param("RFT_MULTITURN_FULL", "what is updated", choices=("RFT_MULTITURN_FULL",))
+    env: str = param("wordle", "environment id", choices=("wordle",))
+    env_args: dict[str, Any] = param({}, "keyword arguments of load_environment")
+    seed: int = param(0, "seed of the run: sampling and data order", ge=0)
+
+    # Rollouts
+    max_concurrent_rollouts: int = param(40, "rollouts that the worker plays at once", ge=1, le=4096)
+    training_timeout: float = param(1800.0, "seconds of one rollout attempt", gt=0)
+    call_timeout_s: float = param(600.0, "seconds of one generation call", gt=0)
+    worker_lease_s: float = param(15.0, "seconds without a heartbeat after which a rollout is leased again", ge=1)
+    max_attempts: int = param(3, "leases of one sample before it ends as invalid", ge=1, le=20)
+    max_length: int = param(16384, "most tokens of one conversation, prompt included", ge=8, le=1048576)
+    max_new_tokens: int = param(4096, "most tokens of one generation call", ge=1, le=1048576)
+    temperature: float = param(1.0, "sampling temperature", gt=0, le=2)
+
+    # Batches
+    max_steps: int = param(100, "optimizer steps", ge=1, le=100000)
+    global_batch_size: int = param(64, "conversations of one optimizer step", ge=2, le=65536)
+    number_generation: int = param(8, "conversations of one group (same task)", ge=2, le=1024)
+    max_refill_rounds: int = param(6, "replacement groups per step, times the groups of a batch", ge=0, le=1000)
+    rollout_strategy: str = param("on_policy_sync", "how rollouts follow versions", choices=("on_policy_sync",))
+    shuffle: bool = param(False, "shuffle the tasks of each epoch (seeded) instead of file order")
+
+    # Optimizer and loss
+    lr: float = param(7e-7, "peak learning rate", gt=0, le=1)
+    min_lr: float = param(0.0, "learning rate at the end of the schedule", ge=0, le=1)
+    lr_schedule: str = param("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = param(0, "steps of linear warm-up", ge=0)
+    weight_decay: float = param(0.0, "AdamW weight decay", ge=0, le=1)
+    adam_beta1: float = param(0.9, "AdamW beta 1", ge=0, le=0.9999)
+    adam_beta2: float = param(0.95, "AdamW beta 2", ge=0, le=0.9999)
+    grad_clip: float = param(1.0, "largest global gradient norm", gt=0)
+    clip_ratio_low: float = param(0.2, "ratio is clipped at 1 - this", ge=0, le=1)
+    clip_ratio_high: float = param(0.2, "ratio is clipped at 1 + this", ge=0, le=10)
+    kl_coeff: float = param(0.0, "weight of the KL term against the base model", ge=0, le=10)
+    ent_coeff: float = param(0.001, "weight of the entropy bonus", ge=0, le=1)
+    micro_batch_tokens: int = param(16384, "token budget of one forward pass in training", ge=8)
+    audit_mean_tolerance: float = param(1e-4, "largest mean |trainer - sampler| log-prob of a batch", gt=0)
+    audit_max_tolerance: float = param(1e-3, "largest single |trainer - sampler| log-prob", gt=0)
+
+    # Generation
+    generation_replicas: int = param(1, "generation processes", ge=1, le=64)
+    generation_slots: int = param(64, "conversations whose KV cache one replica keeps", ge=1, le=4096)
+    torch_threads: int = param(1, "torch threads of each role", ge=1, le=256)
+
+    # Evaluation and limits
+    eval_rollouts: int = param(300, "held-out conversations, rounded up to whole passes", ge=1)
+    success_threshold: float = param(1.0, "a rollout passes at this reward")
+    max_runtime_s: float = param(86400.0, "seconds of the whole run", gt=0)
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.global_batch_size // self.number_generation
+
+    @property
+    def age_tolerance(self) -> int:
+        """Optimizer steps that a trained token may be old; 0 on policy."""
+        return 0
+
+
+def parameter_names() -> list[str]:
+    """All parameter names in the order of this file."""
+    return [item.name for item in fields(Config)]

@@ -1,0 +1,73 @@
+"""Errors, named for the boundary that was crossed. They know no HTTP and no exit code.
+
+A bad rollout is data (an INVALID sample with a reason) and never one of these; a broken invariant is one, and stops
+the run with evidence.
+"""
+
+
+class TurnmillError(Exception):
+    """Base of every error that Turnmill raises on purpose; its text is meant for a user."""
+
+
+class InvalidInput(TurnmillError):
+    """What a user gave can't be used: the text says what, where and what to do (CLI: exit code 2)."""
+
+
+class ConfigError(InvalidInput):
+    """A configuration key or value is wrong; names the key, the value, its source and what is allowed."""
+
+
+class DataError(InvalidInput):
+    """A data file has bad rows; names file, line, column, field and rule."""
+
+
+class NotFound(InvalidInput):
+    """A run, blob, version or file that was named does not exist."""
+
+
+class Conflict(TurnmillError):
+    """A compare-and-set lost: the record changed since it was read."""
+
+
+class VersionConflict(Conflict):
+    """A weight version was published before with other content."""
+
+
+class LeaseLost(TurnmillError):
+    """A lease ran out and its message or sample belongs to somebody else now."""
+
+
+class BackendUnavailable(TurnmillError):
+    """The storage or queue service can't be reached or is busy; transient, its adapter is the retry owner."""
+
+
+class RecordCorrupt(TurnmillError):
+    """A stored record does not match its digest or its key; the run stops and this text is the evidence."""
+
+
+class AuditFailed(TurnmillError):
+    """Trainer and sampler disagree about the same tokens, or a replica serves other weights than it says."""
+
+
+class NoProgress(TurnmillError):
+    """Training can't go on: too many invalid samples or too many steps without signal; the text is the diagnosis."""
+
+
+class RoleFailed(TurnmillError):
+    """A role process ended too often; carries its name, exit codes and last log lines."""
+
+
+class StageFailed(TurnmillError):
+    """A pipeline stage ended in failure; carries its name and the error."""
+
+
+class GenerationFailed(TurnmillError):
+    """The answer to one call is an error; `code` is the OpenAI error code (e.g. context_length_exceeded)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Cancelled(TurnmillError):
+    """The user asked the run to stop."""

@@ -1,0 +1,300 @@
+"""What Turnmill needs from a backend, written for the weakest one. Each port has one contract suite (tests/contracts).
+
+Everything may be called from several processes at once. Every method may raise `BackendUnavailable` after the adapter's
+own retries (each adapter is the only retry owner for its service). Nothing here may be lost by SIGKILL of the caller
+once the call has returned, unless the text says so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from turnmill.records import Metric, Version, WeightVersion
+
+# ---------------------------------------------------------------- blobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobInfo:
+    """A stored blob."""
+
+    key: str
+    size: int
+    # SHA-256 hex of the content.
+    digest: str
+
+
+class BlobStore(Protocol):
+    """Whole objects under slash-separated keys. A reader sees the old or the new content, never a part."""
+
+    async def put(self, key: str, data: bytes) -> BlobInfo:
+        """Store or replace. Idempotent. Raises `InvalidInput` for a key with empty, `.` or `..` segments."""
+        ...
+
+    async def get(self, key: str) -> bytes:
+        """The content; raises `NotFound`, or `RecordCorrupt` if it does not match its stored digest."""
+        ...
+
+    async def list(self, prefix: str = "") -> list[BlobInfo]:
+        """All blobs whose key starts with `prefix`, by key."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove; removing what is not there is no error."""
+        ...
+
+
+# ---------------------------------------------------------------- records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A record as read."""
+
+    key: str
+    value: bytes
+    # 1 at creation, +1 with each write.
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """One conditional write."""
+
+    key: str
+    # None deletes.
+    value: bytes | None
+    # 0: must not exist yet. n: must be at version n. None: unconditional.
+    expected: int | None
+
+
+class RecordStore(Protocol):
+    """Small records with compare-and-set. Keys are `kind/partition/...`; reads are strongly consistent per key."""
+
+    async def get(self, keys: Sequence[str]) -> list[Stored | None]:
+        """One entry a key, in order; None where there is no record."""
+        ...
+
+    async def write(self, writes: Sequence[Write]) -> list[bool]:
+        """Try each write; True where it was applied, False where the expectation did not hold.
+
+        Each write is atomic by itself, the sequence is not. Writes to one key are applied in order.
+        """
+        ...
+
+    async def scan(self, prefix: str, *, after: str = "", limit: int = 1000) -> list[Stored]:
+        """Records whose key starts with `prefix` and is greater than `after`, by key, at most `limit`.
+
+        `prefix` holds at least `kind/partition/`. Pages are not a snapshot.
+        """
+        ...
+
+
+# ---------------------------------------------------------------- queues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What is sent."""
+
+    body: bytes
+    # Messages of one group are delivered in order, one at a time.
+    group: str
+    # A second send of the same id within the deduplication window (300 s) is swallowed; include the delivery epoch.
+    dedup_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leased:
+    """What is received."""
+
+    body: bytes
+    group: str
+    # Opaque; good for extend, ack and release until the lease ends.
+    receipt: str
+    # 1 on the first delivery.
+    num_receives: int
+
+
+class WorkQueue(Protocol):
+    """At-least-once FIFO per group. While a message of a group is leased, later ones of that group are not delivered."""
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Append. All are durable on return; order within the sequence is kept per group."""
+        ...
+
+    async def lease(self, *, max_messages: int, lease_s: float, wait_s: float = 0.0) -> list[Leased]:
+        """Up to `max_messages`, hidden from others for `lease_s`; waits up to `wait_s` for the first one.
+
+        A message received more often than the queue's limit goes to the dead letters instead.
+        """
+        ...
+
+    async def extend(self, receipts: Sequence[str], lease_s: float) -> list[bool]:
+        """Renew leases from now; False where the lease was lost."""
+        ...
+
+    async def ack(self, receipts: Sequence[str]) -> list[bool]:
+        """Remove for good; False where the lease was lost (the message may be delivered again)."""
+        ...
+
+    async def release(self, receipts: Sequence[str], *, delay_s: float = 0.0) -> None:
+        """Give back before the lease ends; a lost lease is no error."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueCounts:
+    """Approximate on AWS, exact when embedded."""
+
+    available: int
+    in_flight: int
+    delayed: int
+    dead: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    """A message that was received too often."""
+
+    body: bytes
+    group: str
+    num_receives: int
+    dead_at: float
+
+
+class QueueAdmin(Protocol):
+    """Operating a queue; not for the data path."""
+
+    async def counts(self) -> QueueCounts: ...
+
+    async def purge(self) -> int:
+        """Remove all messages, leased ones too (dead letters stay); how many."""
+        ...
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]: ...
+
+    async def redrive(self) -> int:
+        """Move the dead letters back, their counts at zero; how many."""
+        ...
+
+
+class Queue(WorkQueue, QueueAdmin, Protocol):
+    """Both sides of one queue."""
+
+
+# ---------------------------------------------------------------- weights
+
+
+class WeightStore(Protocol):
+    """Weight versions and a pointer to the current one. A version's content never changes."""
+
+    async def publish(self, version: Version, source: Path, digest: str) -> WeightVersion:
+        """Store the folder `source` (holding `model.safetensors`) as `version`; does not move the pointer.
+
+        Idempotent for equal digests; raises `VersionConflict` if the version is there with another digest.
+        """
+        ...
+
+    async def point(self, version: Version) -> None:
+        """Make `version` current; raises `NotFound` if it was never published."""
+        ...
+
+    async def current(self) -> WeightVersion | None:
+        """The version pointed to; cheap enough to ask before every call."""
+        ...
+
+    async def get(self, version: Version) -> WeightVersion:
+        """Raises `NotFound`."""
+        ...
+
+    async def prune(self, keep: Sequence[Version]) -> None:
+        """Delete all versions but `keep` and the current one."""
+        ...
+
+
+# ---------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """A process to run: `turnmill role ROLE --run RUN --name NAME` with `env` added to its environment."""
+
+    role: str
+    # Unique within the run, e.g. `replica-0`.
+    name: str
+    run_id: str
+    # Secrets travel here, never in the arguments.
+    env: Mapping[str, str] = field(default_factory=dict)
+    # How often it is started again after it died; 0 for a role whose death ends the run.
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleStatus:
+    """A started role."""
+
+    name: str
+    # running | exited | failed (died, and may not be started again)
+    state: str
+    num_restarts: int
+    exit_code: int | None
+    pid: int | None
+    # Last lines of its log.
+    log_tail: tuple[str, ...] = ()
+
+
+class Launcher(Protocol):
+    """Starts roles, watches them, ends only what it started."""
+
+    async def start(self, spec: RoleSpec) -> None:
+        """Start; starting a name that runs already does nothing."""
+        ...
+
+    async def statuses(self) -> list[RoleStatus]:
+        """All roles started so far, in order of their start."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End it (ask, wait, then force) and never start it again; idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Stop everything, last started first."""
+        ...
+
+
+# ---------------------------------------------------------------- metrics
+
+
+class MetricSink(Protocol):
+    """Numbers per optimizer step."""
+
+    async def write(self, metric: Metric) -> None:
+        """Append; a step written twice counts once (the last one wins)."""
+        ...
+
+    async def read(self, run_id: str) -> list[Metric]:
+        """All metrics of a run by step."""
+        ...
+
+
+# ---------------------------------------------------------------- a backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPorts:
+    """Everything that a role needs of one run."""
+
+    records: RecordStore
+    blobs: BlobStore
+    weights: WeightStore
+    metrics: MetricSink
+    rollout_request: Queue
+    rollout_response: Queue
+    # One queue a replica, by index.
+    generate_request: Sequence[Queue]
+    generate_response: Queue
+    # Releases files, threads and wake-ups; idempotent.
+    close: Callable[[], None]
