@@ -118,7 +118,7 @@ class Leased:
 
 
 class WorkQueue(Protocol):
-    """At-least-once FIFO per group. While a message of a group is leased, later ones of that group are not delivered."""
+    """At-least-once FIFO per group: while a message of a group is leased, later ones of that group wait."""
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Append. All are durable on return; order within the sequence is kept per group."""
@@ -287,6 +287,9 @@ class MetricSink(Protocol):
 class RunPorts:
     """Everything that a role needs of one run."""
 
+    # The deployment's store: `runs/...`.
+    runs: RecordStore
+    # The run's own store: samples, calls, batches, statuses.
     records: RecordStore
     blobs: BlobStore
     weights: WeightStore

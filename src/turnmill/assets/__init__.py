@@ -1,0 +1,21 @@
+"""Files that ship with the package: the tiny base model and the Wordle tasks."""
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def shipped_models() -> list[str]:
+    """Names that `base_model` accepts instead of a folder."""
+    return sorted(path.name for path in (_HERE / "models").iterdir() if path.is_dir())
+
+
+def model_folder(base_model: str) -> Path:
+    """The folder of a shipped model by name, or `base_model` as a path; existence is not checked."""
+    shipped = _HERE / "models" / base_model
+    return shipped if "/" not in base_model and shipped.is_dir() else Path(base_model).expanduser()
+
+
+def wordle_data(part: str) -> Path:
+    """The shipped tasks: `part` is `train` or `eval`."""
+    return _HERE / "wordle" / f"{part}.jsonl"
