@@ -103,6 +103,13 @@ class RunStatus(StrEnum):
         return self is not RunStatus.ACTIVE
 
 
+class RunKind(StrEnum):
+    """Which stages a run has."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
 class FinishReason(StrEnum):
     """Why a call stopped sampling (OpenAI names)."""
 
@@ -452,10 +459,12 @@ class Run:
     cause: str
     status: RunStatus
     created_at: float
+    kind: RunKind = RunKind.TRAIN
     # Parameter values and where each came from.
     config: dict[str, Any]
     sources: dict[str, str]
-    data_path: str
+    # None for an evaluation alone.
+    data_path: str | None
     eval_path: str | None = None
     ended_at: float | None = None
     error: str | None = None
