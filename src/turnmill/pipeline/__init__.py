@@ -1,0 +1,1 @@
+"""Run -> stages: one table of stages, and the loop that walks it."""
