@@ -1,13 +1,10 @@
-"""Every parameter of a run, in one typed place: names, defaults, ranges, and how layers of sources combine.
+"""The parameters: names, types, defaults, ranges and one line of meaning each, and the table made from them."""
 
-    defaults < recipe.toml of the base model < TOML file < TURNMILL_* environment < sidecar < command line
-
-Names and defaults are the reference system's where they make sense on open models (docs/reference/parameters.md).
-Import-light: no torch, no pydantic. A key is here only if some component reads it.
-"""
-
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_origin
+
+PREFIX = "TURNMILL_"
 
 
 def param(
@@ -90,6 +87,62 @@ class Config:
     def age_tolerance(self) -> int:
         """Optimizer steps that a trained token may be old; 0 on policy."""
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One row of the parameter table: what the documentation, the command line and the checks are made from."""
+
+    name: str
+    # int, float, str, bool or dict
+    kind: type
+    default: Any
+    doc: str
+    ge: float | None
+    gt: float | None
+    le: float | None
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def type_name(self) -> str:
+        return {int: "integer", float: "number", str: "text", bool: "true or false", dict: "JSON object"}[self.kind]
+
+    @property
+    def range_text(self) -> str:
+        """What is allowed beyond the type; empty where everything is."""
+        if self.choices:
+            return ("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices)
+        low = "" if self.ge is None else f"at least {_plain(self.ge)}"
+        low = low if self.gt is None else f"greater than {_plain(self.gt)}"
+        high = "" if self.le is None else f"at most {_plain(self.le)}"
+        return " and ".join(part for part in (low, high) if part)
+
+    @property
+    def allowed(self) -> str:
+        """Type and range in words, as error messages give them."""
+        article = "an " if self.kind is int else "" if self.kind in (bool, str) else "a "
+        return self.range_text if self.choices else f"{article}{self.type_name} {self.range_text}".strip()
+
+
+def _plain(number: float) -> str:
+    """As one would write it: no `.0`, no exponent for whole numbers."""
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+def describe() -> Iterator[Parameter]:
+    """All parameters in the order of this file."""
+    defaults = Config()
+    for item in fields(Config):
+        kind: Any = get_origin(item.type) or item.type
+        yield Parameter(name=item.name, kind=kind, default=getattr(defaults, item.name), **item.metadata)
 
 
 def parameter_names() -> list[str]:

@@ -1,0 +1,64 @@
+"""Parameters that only fit together: one table of relations, and the messages for those that do not hold."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turnmill.config.values import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Two parameters that only fit together if `left` stands in a relation to `right`."""
+
+    left: str
+    # <, <= or % (is a multiple of)
+    relation: str
+    right: str
+    why: str
+
+    def problem(self, values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> str | None:
+        """The message naming both keys, values and sources; None if they fit.
+
+        `places` says where each value was written; `chosen` holds the keys that the user set, so that the advice can
+        name the other one.
+        """
+        left, right = values[self.left], values[self.right]
+        holds = {"<": left < right, "<=": left <= right, "%": left % right == 0}[self.relation]
+        if holds:
+            return None
+        words = {"<": "must be less than", "<=": "must not exceed", "%": "must be a multiple of"}[self.relation]
+        sides = [f"{key} = {shown(values[key])} ({places[key]})" for key in (self.left, self.right)]
+        return f"{sides[0]} {words} {sides[1]}: {self.why}; {self._advice(left, right, chosen)}"
+
+    def _advice(self, left: Any, right: Any, chosen: Collection[str]) -> str:
+        """Which key to set: the one that the user did not choose, where there is just one such."""
+        if self.relation == "%":
+            fits = [fit for fit in (left - left % right, left - left % right + right) if fit > 0]
+            set_left = f"set {self.left} to {' or '.join(map(str, fits))}"
+            set_right = f"set {self.right} to a divisor of {left}"
+        elif self.relation == "<":
+            set_left, set_right = f"set {self.left} below {shown(right)}", f"set {self.right} above {shown(left)}"
+        else:
+            set_left = f"set {self.left} to at most {shown(right)}"
+            set_right = f"set {self.right} to at least {shown(left)}"
+        if (self.left in chosen) == (self.right in chosen):
+            return f"{set_left}, or {set_right}"
+        return f"{set_right} as well" if self.left in chosen else f"{set_left} as well"
+
+
+RULES = (
+    Rule(left="global_batch_size", relation="%", right="number_generation", why="a batch is made of whole groups"),
+    Rule(left="max_new_tokens", relation="<", right="max_length", why="the prompt needs room too"),
+    Rule(left="max_length", relation="<=", right="micro_batch_tokens", why="a conversation is trained in one pass"),
+    Rule(left="min_lr", relation="<=", right="lr", why="the schedule falls from lr to min_lr"),
+    Rule(left="warmup_steps", relation="<=", right="max_steps", why="the warm-up is a part of the run"),
+    Rule(left="call_timeout_s", relation="<", right="training_timeout", why="a call is a part of a rollout"),
+    Rule(left="training_timeout", relation="<", right="max_runtime_s", why="a rollout is a part of the run"),
+    Rule(
+        left="audit_mean_tolerance",
+        relation="<=",
+        right="audit_max_tolerance",
+        why="a mean is never larger than the maximum",
+    ),
+)
