@@ -69,5 +69,26 @@ class GenerationFailed(TurnmillError):
         self.code = code
 
 
+class InvalidRequest(InvalidInput):
+    """A client's request can't be served as it is; `param` names the key, `code` the rule (OpenAI error fields)."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Unauthorized(TurnmillError):
+    """A secret or token is missing or unknown."""
+
+
+class CallTimeout(TurnmillError):
+    """One generation call was not answered in time; its answer may still be recorded later."""
+
+
+class ShuttingDown(TurnmillError):
+    """The service is closing; whoever waits should ask its successor."""
+
+
 class Cancelled(TurnmillError):
     """The user asked the run to stop."""

@@ -162,6 +162,39 @@ class RolloutResponse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The model's answer to one call, as an environment sees it."""
+
+    # {"role": "assistant", "content": ...}: goes into the conversation as it is.
+    message: dict[str, Any]
+    finish_reason: FinishReason
+    # Token counts by their OpenAI names (prompt_tokens, completion_tokens, total_tokens).
+    usage: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def content(self) -> str:
+        """The text of the message, "" where it has none."""
+        return self.message.get("content") or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """Runner -> worker -> proxy: how an attempt ended. Either a reward or the reason why there is none."""
+
+    reward: float | None = None
+    reason: InvalidReason | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    # None where the conversation did not come to an end.
+    stop_reason: StopReason | None = None
+    # Text for people: what went wrong.
+    detail: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.reason is None):
+            raise ValueError("a rollout result has a reward or a reason, and never both")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleRecord:
     """One rollout of a task and everything that was decided about it."""
 
@@ -188,6 +221,8 @@ class SampleRecord:
     receipt: str | None = None
     # The c of the attempt's first own call; earlier attempts never reuse it.
     first_call: int = 0
+    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none).
+    call_bound: int = 0
     # None until REPORTED, and None for INVALID.
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -218,6 +253,25 @@ class SampleRecord:
             self.key.encode(),
             encode([self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadSample:
+    """A dead letter about a sample: no attempt brought it to an end."""
+
+    run_id: str
+    purpose: Purpose
+    sample_id: str
+    # Leases that were used up.
+    num_attempts: int
+    # Text for people: what went wrong.
+    detail: str
+    dead_at: float
+    request: RolloutRequest
+
+    @property
+    def key(self) -> str:
+        return dead_letter_key(self.run_id, f"{self.purpose}/{self.sample_id}")
 
 
 # ---------------------------------------------------------------- calls
@@ -430,6 +484,19 @@ class ReplicaStatus:
     fingerprints: dict[str, str]
     updated_at: float
     pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A worker that asked the proxy for work; written by the proxy at the worker's first lease."""
+
+    run_id: str
+    worker: str
+    since: float
+
+    @property
+    def key(self) -> str:
+        return worker_key(self.run_id, self.worker)
 
 
 # ---------------------------------------------------------------- runs
