@@ -1,0 +1,51 @@
+# Two commands do all the set-up on a machine with Python >= 3.11 and make: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# One torch thread a process: more of them collapse when processes share the cores.
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: install demo check format test verify bench docs clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev]' -c constraints.txt
+	@touch $@
+
+demo: install
+	@$(BIN)/turnmill demo $(DEMO_ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_docs.py --check
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: install
+	$(BIN)/pytest -n 2 -m "not slow" $(TEST_ARGS)
+
+# Everything that runs here. FULL=1 runs the long series whole (three seeds instead of one).
+verify: check
+	$(BIN)/pytest -n 2
+	$(MAKE) bench
+
+bench: install
+	$(BIN)/python benchmarks/demo_curve.py $(if $(FULL),--seeds 0 1 2,--seeds 0)
+
+docs: install
+	$(BIN)/python scripts/generate_docs.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
