@@ -169,7 +169,7 @@ class Reply:
     message: dict[str, Any]
     finish_reason: FinishReason
     # Token counts by their OpenAI names (prompt_tokens, completion_tokens, total_tokens).
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
 
     @property
     def content(self) -> str:
@@ -549,8 +549,11 @@ class Run:
 # ---------------------------------------------------------------- record keys (the first two segments are a partition)
 
 
+RUN_PREFIX = "runs/all/"
+
+
 def run_key(run_id: str) -> str:
-    return f"runs/all/{run_id}"
+    return f"{RUN_PREFIX}{run_id}"
 
 
 def sample_prefix(run_id: str, purpose: Purpose) -> str:

@@ -1,0 +1,302 @@
+"""The worker's side of the proxy: a light client for chat completions, and the rollout routes.
+
+    lease -> LeasedRollout -> complete, complete, ... -> report;  heartbeat beside it
+
+One `open_session` serves all rollouts of a worker. This module is the retry owner for everything between worker and
+proxy: transport errors and 502, 503, 504 are repeated with jittered back-off, under the caller's deadline. A repeated
+chat call carries the same Idempotency-Key, so it is the same call. A repeated lease may leave rollouts leased to
+nobody: their leases run out. Heartbeats and reports are idempotent.
+"""
+
+import asyncio
+import logging
+import math
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
+from turnmill.records import FinishReason, InvalidReason, Reply, RolloutRequest, RolloutResult, encode
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_TRANSPORT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError)
+_TRANSIENT = (502, 503, 504)
+# 400s that are an end of the conversation; all others are a fault of the request.
+_CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+# What the `model` field says: the proxy serves one model, the policy.
+_MODEL = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How long and how often a request is repeated."""
+
+    # Seconds from the first failure to giving up.
+    for_s: float = 60.0
+    # Longest pause before the first repetition; it doubles each time.
+    first_s: float = 0.1
+    # Longest pause of all.
+    most_s: float = 3.0
+
+    def pause_s(self, num_failures: int) -> float:
+        """Half to all of the doubled pause at random, so that the clients of a restarted proxy spread out."""
+        return min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30)) * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasedRollout:
+    """What a worker is given to play one attempt."""
+
+    request: RolloutRequest
+    attempt: int
+    # OpenAI base URL; holds the attempt's chat secret.
+    base_url: str = field(repr=False)
+    # Allows exactly one report; never enters the environment.
+    report_secret: str = field(repr=False)
+    # Unix seconds at which the attempt ends.
+    deadline: float
+    lease_token: str = field(repr=False)
+    # Seconds without a heartbeat after which the rollout is leased again.
+    lease_s: float
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The one session of a worker: keep-alive, no limit on connections, no cookies, no time-outs of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )
+
+
+class ChatClient:
+    """Chat completions of one rollout attempt."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        *,
+        timeout_s: float,
+        deadline: float,
+        retry: Retry = Retry(),
+    ) -> None:
+        """`timeout_s` bounds one HTTP exchange; `deadline` (on the monotonic clock) bounds a call with its repeats."""
+        self._session = session
+        self._url = URL(base_url.rstrip("/") + "/chat/completions")
+        self._timeout_s = timeout_s
+        self._deadline = deadline
+        self._retry = retry
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Reply:
+        """The next message after `messages`.
+
+        Raises `GenerationFailed` with code `context_length_exceeded` for a full conversation, and with another code
+        where the proxy or the generation failed; `InvalidInput` for a request that is not allowed; `LeaseLost` when
+        the attempt is no longer current; `BackendUnavailable` when the proxy could not be reached in time.
+        """
+        status, body = await _post(
+            self._session,
+            self._url,
+            encode({"model": _MODEL, "messages": messages, **params}),
+            {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex},
+            timeout_s=self._timeout_s,
+            deadline=self._deadline,
+            retry=self._retry,
+        )
+        if status != 200:
+            raise _chat_error(status, body)
+        try:
+            completion = _COMPLETION.decode(body)
+        except msgspec.DecodeError as error:
+            raise GenerationFailed("invalid_response", f"the proxy's completion can't be read: {error}") from error
+        if not completion.choices:
+            raise GenerationFailed("invalid_response", "the proxy's completion has no choices")
+        choice = completion.choices[0]
+        return Reply(message=choice.message, finish_reason=choice.finish_reason, usage=completion.usage)
+
+
+class RolloutApi:
+    """The rollout routes of the proxy, for a worker that shows the run's worker token."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        proxy_url: str,
+        worker_token: str,
+        *,
+        timeout_s: float = 30.0,
+        retry: Retry = Retry(),
+    ) -> None:
+        """`timeout_s` bounds one HTTP exchange, a long poll's wait not counted."""
+        self._session = session
+        self._base = proxy_url.rstrip("/") + "/v1/rollouts"
+        self._worker_token = worker_token
+        self._timeout_s = timeout_s
+        self._retry = retry
+
+    async def lease(self, *, worker: str, max_rollouts: int, wait_s: float) -> list[LeasedRollout]:
+        """Up to `max_rollouts` rollouts; waits up to `wait_s` for the first, and returns [] when none came.
+
+        Raises `InvalidInput` for a wrong worker token, `BackendUnavailable` when the proxy stays away.
+        """
+        body = {"worker": worker, "max_rollouts": max_rollouts, "wait_s": wait_s}
+        answer = await self._call("lease", self._worker_token, body, timeout_s=wait_s + self._timeout_s)
+        return _read("lease", answer, _LEASES).rollouts
+
+    async def heartbeat(self, *, worker: str, lease_tokens: Sequence[str], timeout_s: float | None = None) -> list[str]:
+        """Renew leases; returns the tokens of those that are lost. Raises as `lease` does."""
+        body = {"worker": worker, "lease_tokens": lease_tokens}
+        answer = await self._call("heartbeat", self._worker_token, body, timeout_s=timeout_s)
+        return _read("heartbeat", answer, _LOST).lost
+
+    async def report(self, leased: LeasedRollout, result: RolloutResult) -> None:
+        """Report how an attempt ended; idempotent.
+
+        Raises `LeaseLost` when it is no longer the current attempt (nothing was recorded), `InvalidInput` when the
+        proxy refuses the content, `BackendUnavailable` when it stays away.
+        """
+        body: dict[str, Any] = {
+            "id": leased.request.sample_id,
+            "aggregate_reward_score": result.reward,
+            "metrics_list": [
+                {"name": name, "value": value, "type": "Metric"} for name, value in result.metrics.items()
+            ],
+        }
+        optional: dict[str, InvalidReason | str | None] = {
+            "reason": result.reason,
+            "stop_reason": result.stop_reason,
+            "detail": result.detail,
+        }
+        body.update({name: value for name, value in optional.items() if value is not None})
+        await self._call("report", leased.report_secret, body)
+
+    async def _call(self, route: str, secret: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> bytes:
+        status, answer = await _post(
+            self._session,
+            URL(f"{self._base}/{route}"),
+            encode(body),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"},
+            timeout_s=timeout_s or self._timeout_s,
+            deadline=math.inf,
+            retry=self._retry,
+        )
+        if status == 200:
+            return answer
+        text = f"{route} was refused by the proxy (HTTP {status}): {_error_of(answer, status).message}"
+        # A report secret that is unknown belongs to an attempt that is over.
+        if status == 409 or (route == "report" and status == 401):
+            raise LeaseLost(text)
+        raise InvalidInput(text) if 400 <= status < 500 else BackendUnavailable(text)
+
+
+# ---------------------------------------------------------------- what comes over the wire
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: FinishReason
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: dict[str, Any] = {}
+
+
+class _Leases(msgspec.Struct):
+    rollouts: list[LeasedRollout]
+
+
+class _Lost(msgspec.Struct):
+    lost: list[str]
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+_COMPLETION = msgspec.json.Decoder(_Completion)
+_LEASES = msgspec.json.Decoder(_Leases)
+_LOST = msgspec.json.Decoder(_Lost)
+_ERROR_BODY = msgspec.json.Decoder(_ErrorBody)
+
+
+def _read(route: str, answer: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    try:
+        return decoder.decode(answer)
+    except msgspec.DecodeError as error:
+        raise BackendUnavailable(f"the proxy's answer to {route} can't be read: {error}") from error
+
+
+def _shaped_error(body: bytes) -> _Error | None:
+    """The error that an OpenAI-shaped body holds; None for any other body, such as a load balancer's page."""
+    try:
+        return _ERROR_BODY.decode(body).error
+    except msgspec.DecodeError:
+        return None
+
+
+def _error_of(body: bytes, status: int) -> _Error:
+    return _shaped_error(body) or _Error(message=body[:200].decode(errors="replace"), code=f"http_{status}")
+
+
+def _chat_error(status: int, body: bytes) -> Exception:
+    error = _error_of(body, status)
+    code = error.code or error.type or f"http_{status}"
+    if status == 409:
+        return LeaseLost(f"the attempt is no longer current: {error.message}")
+    if code == _CONTEXT_LENGTH_EXCEEDED or status in (401, 403) or status >= 500:
+        return GenerationFailed(code, error.message or f"HTTP {status}")
+    return InvalidInput(f"the proxy refused the request ({code}): {error.message}")
+
+
+async def _post(
+    session: aiohttp.ClientSession,
+    url: URL,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    timeout_s: float,
+    deadline: float,
+    retry: Retry,
+) -> tuple[int, bytes]:
+    """Status and body of the answer; raises `BackendUnavailable` when there was none in time."""
+    num_failures, give_up = 0, deadline
+    while True:
+        try:
+            left_s = max(0.001, min(timeout_s, deadline - time.monotonic()))
+            timeout = aiohttp.ClientTimeout(total=left_s)
+            async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
+                answer = await response.read()
+            # A 504 of the proxy itself is the answer to the call (call_timeout); a network's 504 is none.
+            if response.status not in _TRANSIENT or (response.status == 504 and _shaped_error(answer) is not None):
+                return response.status, answer
+            trouble = f"HTTP {response.status}"
+        except _TRANSPORT_ERRORS as error:
+            trouble = f"{type(error).__name__}: {error}"
+        num_failures += 1
+        now = time.monotonic()
+        if num_failures == 1:
+            give_up = min(deadline, now + retry.for_s)
+        pause_s = retry.pause_s(num_failures)
+        if now + pause_s >= give_up:
+            raise BackendUnavailable(f"no answer from the proxy after {num_failures} tries: {trouble}")
+        # Never the URL: its path may hold a secret.
+        logger.warning("no answer from the proxy (%s), try %d follows", trouble, num_failures + 1)
+        await asyncio.sleep(pause_s)
