@@ -51,11 +51,11 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The Wordle demo, measured",
         "",
-        "`python benchmarks/demo_curve.py --seeds 0 1 2` wrote this page: `turnmill demo` once a seed, 64 conversations a",
-        "step, the shipped words. Rewards are means over all valid rollouts of a step, before any filter; the held-out solve",
-        "rate is over 300 conversations (50 words, 6 each) at temperature 1.",
+        "`python benchmarks/demo_curve.py --seeds 0 1 2 --write` wrote this page: `turnmill demo` once a seed, 64",
+        "conversations a step, the shipped words. Rewards are means over all valid rollouts of a step, unfiltered;",
+        "the held-out solve rate is over 300 conversations (50 words, 6 each) at temperature 1.",
         "",
-        "| seed | reward, step 1 | reward, last 10 | held-out before | held-out after | steps | conversations | training |"
+        "| seed | reward, step 1 | reward, last 10 | held-out before | held-out after | steps | rollouts | training |"
         " load before |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
