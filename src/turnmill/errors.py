@@ -92,3 +92,9 @@ class ShuttingDown(TurnmillError):
 
 class Cancelled(TurnmillError):
     """The user asked the run to stop."""
+
+
+def printable(text: str, *, limit: int = 60) -> str:
+    """`text` of unknown origin as a message may show it: cut, and without characters that a terminal acts on."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)

@@ -11,7 +11,7 @@ from typing import Any
 from turnmill.config.combinations import RULES
 from turnmill.config.parameters import PREFIX, Config, describe
 from turnmill.config.values import Unfit, check, parse, shown, suggest
-from turnmill.errors import ConfigError
+from turnmill.errors import ConfigError, printable
 
 DEFAULT = "default"
 RECIPE = "recipe.toml"
@@ -101,7 +101,9 @@ class _Layers:
         parameter = self.parameters.get(given.key)
         if parameter is None:
             hint = suggest(given.key, self.parameters) or "; `turnmill run --help` lists all parameters"
-            self.problems.append(f"{given.key} = {shown(given.value)} ({given.place}): no such parameter{hint}")
+            self.problems.append(
+                f"{printable(given.key)} = {shown(given.value)} ({given.place}): no such parameter{hint}"
+            )
             return
         try:
             self.given[given.key] = dataclasses.replace(given, value=check(parameter, given.value))
@@ -152,7 +154,7 @@ class _Layers:
                 self.add_text(_Given(key=by_variable[variable], value=text, source=variable, place=variable))
             else:
                 hint = suggest(variable, [*by_variable, *OTHER_VARIABLES])
-                self.problems.append(f"{variable} = {shown(text)} (environment): no such parameter{hint}")
+                self.problems.append(f"{printable(variable)} = {shown(text)} (environment): no such parameter{hint}")
 
     def add_flags(self, flags: Mapping[str, object]) -> None:
         """Take what the command line sets, by parameter name."""

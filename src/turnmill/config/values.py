@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from turnmill.config.parameters import Parameter
+from turnmill.errors import printable
 
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
@@ -107,10 +108,11 @@ def shown(value: Any) -> str:
         text = json.dumps(value, default=str, ensure_ascii=False)
     except RecursionError:
         return "a value nested without end"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return printable(text, limit=80)
 
 
 def suggest(name: object, names: Iterable[str]) -> str:
     """The end of a message that names the closest match; empty where nothing is close."""
-    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
+    text = str(name)
+    close = [] if len(text) > 80 else difflib.get_close_matches(text, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

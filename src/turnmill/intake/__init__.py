@@ -1,0 +1,1 @@
+"""From an upload to a run: what a file of tasks must look like."""
