@@ -1,0 +1,289 @@
+"""Which samples to play next and which of them make the batch: pure logic, no I/O, no clock.
+
+    draw -> bind -> end ... end -> is_closed -> close -> draw of the next batch
+
+The batch takes the earliest drawn groups with signal and closes once every group drawn before the last taken is
+decided, so a short conversation is never favoured. Everything else follows from that:
+
+- A group is complete with `number_generation` valid samples. An invalid (or stale) sample is replaced, at most
+  `number_generation` times a group; then the group is abandoned and its samples are dropped as surplus: they were
+  played well, but no batch has a place for an incomplete group.
+- A group whose rewards are all equal has no signal: it is dropped and the next task in data order takes its place, at
+  most `max_refill_rounds` times the groups of a batch.
+- At most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be needed,
+  as many as the share of groups with signal so far lets expect (and half a standard deviation more, which costs few
+  surplus samples and saves the last round of waiting).
+- When the batch closes, every sample outside it is dropped as surplus at once, played or not, so that the step never
+  waits for them. The next batch goes on in data order right after the last group taken: a surplus task is drawn again
+  and every task is either trained or decided to have no signal.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from turnmill.config import Config
+from turnmill.records import DropReason, Task
+
+# Groups that the running share of groups with signal remembers, roughly.
+_MEMORY_GROUPS = 64
+# Before anything is known: this many of `_PRIOR_GROUPS` groups had signal.
+_PRIOR_SIGNAL = 2.0
+_PRIOR_GROUPS = 4.0
+# How far below its expectation the number of coming groups with signal may fall, in standard deviations.
+_SAFETY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A sample to request now."""
+
+    task: Task
+    group_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """A sample that is not going to be trained."""
+
+    sample_id: str
+    reason: DropReason
+    # It has not ended: a worker may still be playing it.
+    is_open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed:
+    """The end of a batch."""
+
+    # Sample ids group by group, in the order in which they were drawn; empty when no group had signal.
+    groups: tuple[tuple[str, ...], ...]
+    drops: tuple[Drop, ...]
+    # All groups up to the last one taken, without regard to signal: the set that no close decided about.
+    in_order: frozenset[str]
+
+
+class _State(Enum):
+    UNDECIDED = auto()
+    SIGNAL = auto()
+    NO_SIGNAL = auto()
+    ABANDONED = auto()
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """One drawn group."""
+
+    group_id: str
+    task: Task
+    state: _State = _State.UNDECIDED
+    # Drawn, and not told its sample id yet.
+    num_unbound: int = 0
+    # Sample ids in the order in which they were drawn; those of replaced samples too.
+    sample_ids: list[str] = field(default_factory=list)
+    open_ids: set[str] = field(default_factory=set)
+    rewards: dict[str, float] = field(default_factory=dict)
+    num_replaced: int = 0
+
+    @property
+    def valid_ids(self) -> tuple[str, ...]:
+        return tuple(sample_id for sample_id in self.sample_ids if sample_id in self.rewards)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_unbound + len(self.open_ids)
+
+    @property
+    def is_mixed(self) -> bool:
+        return len(set(self.rewards.values())) > 1
+
+
+class TaskOrder:
+    """The endless sequence of tasks: file order epoch after epoch, or a seeded shuffle of each epoch."""
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
+        if not tasks:
+            raise ValueError("no tasks")
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order = list(range(len(tasks)))
+
+    def __getitem__(self, position: int) -> Task:
+        epoch, index = divmod(position, len(self._tasks))
+        if self._shuffle and epoch != self._epoch:
+            self._order = list(range(len(self._tasks)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._tasks[self._order[index]]
+
+
+class BatchBuilder:
+    """Collects one batch after another; the same ends in the same order give the same draws, drops and batches."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task], *, prefix: str, position: int = 0) -> None:
+        """`prefix` makes group ids unique over the trainers of a run; `position` is where in the data to begin."""
+        self._size = config.number_generation
+        self._groups_wanted = config.groups_per_batch
+        self._num_slots = config.global_batch_size
+        self._max_groups = self._groups_wanted * (1 + config.max_refill_rounds)
+        self._order = TaskOrder(tasks, seed=config.seed, shuffle=config.shuffle)
+        self._prefix = prefix
+        self._num_drawn = 0
+        # Position in the data of the first group of the batch being collected.
+        self.position = position
+        self._groups: list[_Group] = []
+        self._group_of: dict[str, _Group] = {}
+        self._seen_signal = 0.0
+        self._seen_groups = 0.0
+
+    # ------------------------------------------------------------ what to play
+
+    @property
+    def num_in_flight(self) -> int:
+        """Samples that hold a slot."""
+        return sum(group.num_in_flight for group in self._groups)
+
+    def draw(self) -> list[Draw]:
+        """Samples for the free slots, earliest group first; tell their ids with `bind` before anything else."""
+        draws: list[Draw] = []
+        free = self._num_slots - self.num_in_flight
+        index = 0
+        while free > 0 and not self.is_closed:
+            if index == len(self._groups):
+                if not self._wants_group():
+                    break
+                self._open_group()
+            group = self._groups[index]
+            if group.state is _State.UNDECIDED:
+                num = min(free, self._size - len(group.rewards) - group.num_in_flight)
+                draws += [Draw(task=group.task, group_id=group.group_id)] * num
+                group.num_unbound += num
+                free -= num
+            index += 1
+        return draws
+
+    def bind(self, draws: Sequence[Draw], sample_ids: Sequence[str]) -> None:
+        """The ids that the drawn samples got, in order."""
+        by_id = {group.group_id: group for group in self._groups}
+        for draw, sample_id in zip(draws, sample_ids, strict=True):
+            group = by_id[draw.group_id]
+            group.num_unbound -= 1
+            group.sample_ids.append(sample_id)
+            group.open_ids.add(sample_id)
+            self._group_of[sample_id] = group
+
+    def _open_group(self) -> None:
+        task = self._order[self.position + len(self._groups)]
+        self._groups.append(_Group(group_id=f"{self._prefix}{self._num_drawn}", task=task))
+        self._num_drawn += 1
+
+    def _wants_group(self) -> bool:
+        """Whether the groups drawn so far are likely to fall short of a batch."""
+        num_signal = sum(group.state is _State.SIGNAL for group in self._groups)
+        chances = [self._chance(group) for group in self._groups if group.state is _State.UNDECIDED]
+        deviation = math.sqrt(sum(chance * (1 - chance) for chance in chances))
+        likely = num_signal + sum(chances) - _SAFETY * deviation
+        return len(self._groups) < self._max_groups and likely < self._groups_wanted
+
+    def _chance(self, group: _Group) -> float:
+        """Chance that an undecided group has signal; certain once two rewards differ, fading while all are equal."""
+        if group.is_mixed:
+            return 1.0
+        share = (self._seen_signal + _PRIOR_SIGNAL) / (self._seen_groups + _PRIOR_GROUPS)
+        return share * (1 - len(group.rewards) / self._size)
+
+    # ------------------------------------------------------------ what was played
+
+    def owns(self, sample_id: str) -> bool:
+        """It belongs to this batch and is neither dropped nor ended."""
+        group = self._group_of.get(sample_id)
+        return group is not None and sample_id in group.open_ids
+
+    def end(self, sample_id: str, reward: float | None, *, stale: bool = False) -> list[Drop]:
+        """An owned sample ended with a reward, or without one (invalid); a stale one is dropped and replaced."""
+        group = self._group_of[sample_id]
+        group.open_ids.remove(sample_id)
+        drops: list[Drop] = []
+        if stale:
+            drops.append(Drop(sample_id=sample_id, reason=DropReason.STALE, is_open=False))
+        if stale or reward is None:
+            group.num_replaced += 1
+            if group.num_replaced > self._size:
+                drops += self._decide(group, _State.ABANDONED)
+            return drops
+        group.rewards[sample_id] = reward
+        if len(group.rewards) == self._size:
+            drops += self._decide(group, _State.SIGNAL if group.is_mixed else _State.NO_SIGNAL)
+        return drops
+
+    def _decide(self, group: _Group, state: _State) -> list[Drop]:
+        group.state = state
+        if state is not _State.ABANDONED:
+            forget = 1 - 1 / _MEMORY_GROUPS
+            self._seen_signal = self._seen_signal * forget + (state is _State.SIGNAL)
+            self._seen_groups = self._seen_groups * forget + 1
+        if state is _State.SIGNAL:
+            return []
+        reason = DropReason.NO_SIGNAL if state is _State.NO_SIGNAL else DropReason.SURPLUS
+        return self._release(group, reason)
+
+    def _release(self, group: _Group, reason: DropReason) -> list[Drop]:
+        """Let go of the group's valid and open samples; invalid and stale ones are accounted for already."""
+        drops = [
+            Drop(sample_id=sample_id, reason=reason, is_open=sample_id in group.open_ids)
+            for sample_id in group.sample_ids
+            if sample_id in group.rewards or sample_id in group.open_ids
+        ]
+        group.open_ids.clear()
+        return drops
+
+    # ------------------------------------------------------------ the batch
+
+    @property
+    def is_closed(self) -> bool:
+        """The batch is decided: full, or no group is undecided and none may be drawn any more."""
+        return self._num_considered() is not None
+
+    def _num_considered(self) -> int | None:
+        """How many groups, in order, it takes to decide the batch; None while it is open."""
+        num_signal = 0
+        for index, group in enumerate(self._groups):
+            if group.state is _State.UNDECIDED:
+                return None
+            num_signal += group.state is _State.SIGNAL
+            if num_signal == self._groups_wanted:
+                return index + 1
+        return len(self._groups) if len(self._groups) == self._max_groups else None
+
+    def close(self) -> Closed:
+        """Take the batch and begin the next one."""
+        num_considered = self._num_considered()
+        if num_considered is None:
+            raise RuntimeError("the batch is still open")
+        considered, rest = self._groups[:num_considered], self._groups[num_considered:]
+        closed = Closed(
+            groups=tuple(group.valid_ids for group in considered if group.state is _State.SIGNAL),
+            drops=tuple(drop for group in rest for drop in self._leave(group, DropReason.SURPLUS)),
+            in_order=frozenset(group.group_id for group in considered),
+        )
+        self.position += num_considered
+        self._groups = []
+        self._group_of = {}
+        return closed
+
+    def cancel(self) -> list[Drop]:
+        """Give up the batch being collected: everything that is not dropped yet, as cancelled."""
+        drops = [drop for group in self._groups for drop in self._leave(group, DropReason.CANCELLED)]
+        self._groups = []
+        self._group_of = {}
+        return drops
+
+    def _leave(self, group: _Group, reason: DropReason) -> list[Drop]:
+        """Drops of a group outside the batch; without signal or abandoned, they were dropped when it was decided."""
+        if group.state in (_State.UNDECIDED, _State.SIGNAL):
+            return self._release(group, reason)
+        return []

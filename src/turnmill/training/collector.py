@@ -1,0 +1,172 @@
+"""Plays until a batch is decided.
+
+    builder.draw -> rollouts.request -> rollouts.ended -> read calls -> builder.end -> rollouts.drop -> ... -> Closed
+
+Consumes ended samples; waits for the next one or for `stop`; unblocked by the rollout source; produces one closed
+batch and the tally of everything played for it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from turnmill.config import Config
+from turnmill.errors import RecordCorrupt
+from turnmill.ports import RecordStore, Stored
+from turnmill.records import Call, DropReason, SampleRecord, Task, Version, call_key
+from turnmill.training.batcher import BatchBuilder, Closed, Drop
+from turnmill.training.samples import check_sample, stored_record
+from turnmill.training.tally import Rollout, Tally, describe_invalid
+
+logger = logging.getLogger(__name__)
+# Records read at once.
+_PAGE = 500
+
+
+class RolloutSource(Protocol):
+    """The slice of the scheduler that training uses; started and closed by its owner."""
+
+    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
+        """Have a sample played for each (task, group id); the new sample ids, in order."""
+        ...
+
+    async def ended(self) -> list[SampleRecord]:
+        """Wait for requested samples that are REPORTED or INVALID and were not returned yet; at least one."""
+        ...
+
+    async def drop(self, sample_ids: Sequence[str], reason: DropReason) -> None:
+        """Write DROPPED with the reason, open samples or ended ones."""
+        ...
+
+
+class Collector:
+    """Collects one batch after another from a rollout source."""
+
+    def __init__(
+        self, records: RecordStore, rollouts: RolloutSource, builder: BatchBuilder, config: Config, stop: asyncio.Event
+    ) -> None:
+        self._records = records
+        self._rollouts = rollouts
+        self.builder = builder
+        self._config = config
+        self._stop = stop
+        # Why the most recent invalid sample has no reward.
+        self.last_invalid = ""
+
+    async def collect(self, tally: Tally, num_steps: int) -> Closed | None:
+        """Play until the batch after `num_steps` optimizer steps is decided; None when asked to stop before that."""
+        begun = time.monotonic()
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        try:
+            while not self.builder.is_closed:
+                await self._request()
+                ended = await self._next_ended(stopped, tally)
+                if ended is None:
+                    await self.cancel()
+                    return None
+                await self._take(ended, tally, num_steps)
+        finally:
+            stopped.cancel()
+        closed = self.builder.close()
+        tally.in_order |= closed.in_order
+        await self._drop(closed.drops, tally)
+        tally.seconds.generate_s += time.monotonic() - begun
+        return closed
+
+    async def cancel(self) -> None:
+        """Drop everything that was requested for the batch being collected."""
+        await self._drop(self.builder.cancel(), Tally())
+
+    async def _request(self) -> None:
+        draws = self.builder.draw()
+        if draws:
+            ids = await self._rollouts.request([(draw.task, draw.group_id) for draw in draws])
+            self.builder.bind(draws, ids)
+
+    async def _next_ended(self, stopped: asyncio.Task[bool], tally: Tally) -> list[SampleRecord] | None:
+        begun = time.monotonic()
+        ended = asyncio.create_task(self._rollouts.ended(), name="wait for ended samples")
+        try:
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not ended.done():
+                ended.cancel()
+        await asyncio.wait({ended})
+        tally.seconds.wait_s += time.monotonic() - begun
+        if self._stop.is_set() and (ended.cancelled() or ended.exception() is None):
+            # Samples that ended just now belong to the batch that is about to be cancelled as a whole.
+            return None
+        return await ended
+
+    async def _take(self, ended: Sequence[SampleRecord], tally: Tally, num_steps: int) -> None:
+        """Count the samples and let the builder decide about them."""
+        mine = [sample for sample in ended if self.builder.owns(sample.sample_id)]
+        valid = [sample for sample in mine if sample.is_valid]
+        for sample in valid:
+            check_sample(sample)
+        calls = dict(zip([s.sample_id for s in valid], await load_calls(self._records, valid), strict=True))
+        drops: list[Drop] = []
+        for sample in mine:
+            if not self.builder.owns(sample.sample_id):
+                # Its group was abandoned by an earlier one of these.
+                continue
+            stale = False
+            if sample.reward is None:
+                tally.num_invalid += 1
+                self.last_invalid = describe_invalid(sample)
+                logger.warning("no reward: %s", self.last_invalid, extra={"at": sample.key})
+            else:
+                rollout = _rollout(sample, sample.reward, calls[sample.sample_id], num_steps)
+                tally.rollouts.append(rollout)
+                stale = rollout.staleness > self._config.age_tolerance
+            drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
+        await self._drop(drops, tally)
+
+    async def _drop(self, drops: Sequence[Drop], tally: Tally) -> None:
+        tally.drop(drops)
+        for reason in DropReason:
+            ids = [drop.sample_id for drop in drops if drop.reason is reason]
+            if ids:
+                await self._rollouts.drop(ids, reason)
+
+
+async def get_all(records: RecordStore, keys: Sequence[str]) -> list[Stored | None]:
+    """One entry a key, in order, read in pages."""
+    found: list[Stored | None] = []
+    for start in range(0, len(keys), _PAGE):
+        found += await records.get(keys[start : start + _PAGE])
+    return found
+
+
+async def load_calls(records: RecordStore, samples: Sequence[SampleRecord]) -> list[list[Call]]:
+    """The calls that each sample consumed, in its order; raises `RecordCorrupt` for a missing or unreadable one."""
+    keys = [
+        call_key(sample.run_id, sample.purpose, sample.sample_id, call_id)
+        for sample in samples
+        for call_id in sample.calls
+    ]
+    found = iter(await get_all(records, keys))
+    key = iter(keys)
+    return [[stored_record(next(found), next(key), Call) for _ in sample.calls] for sample in samples]
+
+
+def _rollout(sample: SampleRecord, reward: float, calls: Sequence[Call], num_steps: int) -> Rollout:
+    """What the metrics need; `calls` come in order of first use, so a parent's length is known before its child's."""
+    lengths: dict[str | None, int] = {None: 0}
+    oldest = num_steps
+    for call in calls:
+        if call.parent not in lengths:
+            raise RecordCorrupt(f"{call.key}: parent: expected one of {list(lengths)}, found {call.parent!r}")
+        lengths[call.call_id] = lengths[call.parent] + len(call.token_ids)
+        if any(call.loss_mask):
+            oldest = min(oldest, Version.parse(call.version).n)
+    return Rollout(
+        group_id=sample.group_id,
+        reward=reward,
+        metrics=sample.metrics,
+        num_sampled=sum(call.num_sampled for call in calls),
+        length=max(lengths.values()),
+        staleness=num_steps - oldest,
+    )

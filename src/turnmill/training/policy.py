@@ -1,0 +1,103 @@
+"""The model being trained: loading, logits where they are needed, and how its weights leave the process.
+
+Axes: B rows of a micro-batch, T positions, N selected positions, V vocabulary, D hidden size.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from turnmill.errors import InvalidInput
+from turnmill.weights import WEIGHTS_FILE, fingerprint
+
+# What a checkpoint takes over from the base model beside its weights, as glob patterns.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "recipe.toml",
+)
+
+
+class Policy:
+    """A causal language model in fp32, always in evaluation mode: with dropout, trainer and sampler would disagree."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.has_plain_head = self._head_is_plain()
+
+    @classmethod
+    def load(cls, folder: Path) -> "Policy":
+        """Load a Hugging Face folder: safetensors only, no code from it, nothing from the network."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"base_model folder {folder} can't be loaded: {error}") from error
+        return cls(model)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Each parameter once, a tied one too."""
+        return list(self.model.parameters())
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether logits are just the output embedding of the last hidden state (no scaling, no soft cap)."""
+        head = self.model.get_output_embeddings()
+        if head is None or self.model.base_model is self.model:
+            return False
+        ids_bt = torch.arange(min(16, self.model.config.vocab_size))[None, :]
+        hidden_btd = getattr(self.model.base_model(input_ids=ids_bt, use_cache=False), "last_hidden_state", None)
+        if hidden_btd is None:
+            return False
+        logits_btv = head(hidden_btd)
+        full_btv = self.model(input_ids=ids_bt, use_cache=False).logits
+        return logits_btv.shape == full_btv.shape and torch.allclose(logits_btv, full_btv, rtol=1e-5, atol=1e-5)
+
+    def logits(self, ids_bt: Tensor, rows_n: Tensor, positions_n: Tensor) -> Tensor:
+        """[N, V] logits at (row, position) of right-padded ids.
+
+        Causal attention keeps the padding, which is to the right, away from every real token, so no mask is needed.
+        Where the head is plain, it runs on the selected positions only: most tokens of a conversation are not trained.
+        """
+        if not self.has_plain_head:
+            full_btv: Tensor = self.model(input_ids=ids_bt, use_cache=False).logits
+            return full_btv[rows_n, positions_n]
+        hidden_btd = self.model.base_model(input_ids=ids_bt, use_cache=False).last_hidden_state
+        selected_nv: Tensor = self.model.get_output_embeddings()(hidden_btd[rows_n, positions_n])
+        return selected_nv
+
+    def fingerprint(self) -> str:
+        """Digest of the weights in memory, as replicas compute it from theirs."""
+        return fingerprint(self._raw_tensors())
+
+    def _raw_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        for name, parameter in self.model.named_parameters():
+            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            yield name, str(parameter.dtype), tuple(parameter.shape), raw.numpy().tobytes()
+
+    def save_weights(self, folder: Path) -> None:
+        """Write what replicas load: `model.safetensors` with each parameter once, a tied one too."""
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.model.named_parameters()}
+        safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def save_pretrained(self, folder: Path, base_model: Path) -> None:
+        """Write a Hugging Face folder; tokenizer, chat template and recipe are those of the base model."""
+        self.model.save_pretrained(folder, safe_serialization=True)
+        for pattern in _COMPANIONS:
+            for path in sorted(base_model.glob(pattern)):
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name)
+                else:
+                    shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,138 @@
+"""The numbers of one optimizer step: counted over all valid rollouts generated in it, before any filter.
+
+A step whose collection found no group with signal is collected again; its rollouts stay counted, so a metric covers
+everything played since the previous step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from statistics import fmean
+
+from turnmill.records import DropReason, SampleRecord
+from turnmill.training.batcher import Drop
+from turnmill.training.trainer import StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What the metrics need of a valid rollout."""
+
+    group_id: str
+    reward: float
+    metrics: dict[str, float]
+    # Tokens that the model sampled.
+    num_sampled: int
+    # Tokens of the longest path of the conversation.
+    length: int
+    # Optimizer steps between its oldest token and the weights to be trained.
+    staleness: int
+
+
+@dataclass(kw_only=True)
+class Seconds:
+    """Where the time of a step went."""
+
+    # First request to batch closed.
+    generate_s: float = 0.0
+    # Part of it in which the trainer had nothing to do but wait.
+    wait_s: float = 0.0
+    # Reading and checking the batch's records, audit, gradients, update.
+    train_s: float = 0.0
+    # Storing the weights and pointing to them.
+    publish_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Collects one step."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    num_invalid: int = 0
+    num_empty_rounds: int = 0
+    # Ids of the groups that were drawn up to the last one taken.
+    in_order: set[str] = field(default_factory=set)
+    # Dropped after they were played, by reason.
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+    # Let go of while they were being played.
+    num_unfinished: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+
+    @property
+    def num_ended(self) -> int:
+        return len(self.rollouts) + self.num_invalid
+
+    def drop(self, drops: Iterable[Drop]) -> None:
+        """Count drops."""
+        for item in drops:
+            if item.is_open:
+                self.num_unfinished += 1
+            else:
+                self.dropped[item.reason] += 1
+
+    def values(self, *, threshold: float, num_trained: int) -> dict[str, float]:
+        """The metric's values about rollouts.
+
+        `reward_mean_in_order` leaves out the groups drawn after the last one taken: of those only the conversations
+        that were over when the batch closed are played to the end, and these tend to be short ones.
+        """
+        values: dict[str, float] = {
+            "num_generated": len(self.rollouts),
+            "num_invalid": self.num_invalid,
+            "num_unfinished": self.num_unfinished,
+            "num_trained": num_trained,
+            "num_empty_rounds": self.num_empty_rounds,
+            "invalid_share": self.num_invalid / max(1, self.num_ended),
+            "dropped_share": self.dropped.total() / max(1, len(self.rollouts)),
+            **{f"dropped_{reason}": self.dropped[reason] for reason in DropReason},
+            **{item.name: getattr(self.seconds, item.name) for item in fields(Seconds)},
+        }
+        if not self.rollouts:
+            return values
+        rewards = [rollout.reward for rollout in self.rollouts]
+        ordered = [rollout.reward for rollout in self.rollouts if rollout.group_id in self.in_order]
+        values |= {
+            "reward_mean": fmean(rewards),
+            "reward_min": min(rewards),
+            "reward_max": max(rewards),
+            "solved": fmean(reward >= threshold for reward in rewards),
+            "response_length_mean": fmean(rollout.num_sampled for rollout in self.rollouts),
+            "conversation_length_mean": fmean(rollout.length for rollout in self.rollouts),
+            "staleness": max(rollout.staleness for rollout in self.rollouts),
+        }
+        if ordered:
+            values["reward_mean_in_order"] = fmean(ordered)
+        if self.seconds.generate_s > 0:
+            num_sampled = sum(rollout.num_sampled for rollout in self.rollouts)
+            values["tokens_per_s"] = num_sampled / self.seconds.generate_s
+        return self._environment_means() | values
+
+    def _environment_means(self) -> dict[str, float]:
+        """`<name>_mean` of each metric that the environment reports, over the rollouts that report it."""
+        names = sorted({name for rollout in self.rollouts for name in rollout.metrics})
+        return {
+            f"{name}_mean": fmean(rollout.metrics[name] for rollout in self.rollouts if name in rollout.metrics)
+            for name in names
+        }
+
+    def describe(self) -> str:
+        """For people who ask why nothing could be trained."""
+        if not self.rollouts:
+            return f"no valid rollout, {self.num_invalid} invalid"
+        rewards = [rollout.reward for rollout in self.rollouts]
+        return (
+            f"{len(rewards)} valid rollouts with reward min {min(rewards):g}, mean {fmean(rewards):g}, "
+            f"max {max(rewards):g}; {self.num_invalid} invalid"
+        )
+
+
+def step_values(result: StepResult) -> dict[str, float]:
+    """The metric's values about the optimizer step."""
+    values = {item.name: getattr(result, item.name) for item in fields(StepResult)}
+    values["num_trained_tokens"] = values.pop("num_tokens")
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def describe_invalid(sample: SampleRecord) -> str:
+    """Why a sample has no reward."""
+    return f"{sample.key}: {sample.reason}: {sample.detail or 'no detail given'}"
