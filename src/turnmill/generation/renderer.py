@@ -1,0 +1,146 @@
+"""Messages as tokens, by the model's own chat template; what was sampled is never tokenized again.
+
+    opening: the whole conversation + generation prompt          (starts a conversation)
+    continuation: what follows a sampled reply in the template   (the end-of-turn token if the reply was cut before it,
+                  whatever the template puts behind it, the new messages, the generation prompt)
+
+The continuation is found without knowing the template: a stand-in conversation is rendered with the new messages, and
+everything behind its reply's end-of-turn token is what the stored tokens lack.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from turnmill.errors import GenerationFailed, InvalidInput
+
+# Texts that no template treats specially and no message contains.
+_QUESTION = "turnmill-stand-in-question"
+_REPLY = "turnmill-stand-in-reply"
+_STAND_IN = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+# Rendered texts that are remembered; environments repeat prompts and observations.
+_MOST_REMEMBERED = 4096
+
+
+class Renderer:
+    """The tokenizer and the chat template of one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `InvalidInput` for a folder without a usable tokenizer or chat template."""
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidInput(f"the tokenizer in {folder} can't be loaded: {error}") from error
+        if not self._tokenizer.chat_template:
+            raise InvalidInput(f"the tokenizer in {folder} has no chat template")
+        self._remembered: dict[tuple[str, str], list[int]] = {}
+        try:
+            plain = self._render(_STAND_IN, None, generation_prompt=False)
+        except GenerationFailed as error:
+            raise InvalidInput(f"the chat template in {folder} can't render a plain conversation: {error}") from error
+        self._before_reply, self._end_text, self._separator = self._split(plain, folder)
+        self._end_id = self._only_id(self._end_text, folder)
+        self.end_ids: frozenset[int] = frozenset({self._end_id, *self._declared_ends(folder)})
+
+    def opening(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """The tokens of a conversation's first prompt; raises `GenerationFailed` (invalid_request)."""
+        return list(self._ids("opening", messages, tools))
+
+    def continuation(
+        self, new_messages: Sequence[dict[str, Any]], *, ended: bool, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The tokens between a sampled reply and the next one; `ended` says that the reply has its end token.
+
+        Raises `GenerationFailed` (invalid_request) where the template renders what is stored differently when these
+        messages follow, so that no exact continuation exists.
+        """
+        ids = self._ids("continuation", new_messages, tools)
+        return list(ids[1:] if ended else ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of sampled tokens without special ones."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _ids(self, kind: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        key = (kind, json.dumps([messages, tools], separators=(",", ":")))
+        ids = self._remembered.get(key)
+        if ids is None:
+            if kind == "opening":
+                ids = self._encode(self._render(messages, tools, generation_prompt=True))
+            else:
+                ids = self._encode(self._after_reply(messages, tools))
+                if ids[0] != self._end_id:
+                    raise GenerationFailed("invalid_request", "the end-of-turn token merges with what follows it")
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            self._remembered[key] = ids
+        return ids
+
+    def _after_reply(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """End-of-turn text of the stand-in reply and everything behind it.
+
+        The end token stays in front while the text is tokenized, because what a tokenizer does at the start of a text
+        (a space put in front, say) it does not do behind a special token.
+        """
+        text = self._render([*_STAND_IN, *messages], tools, generation_prompt=True)
+        before, found, behind = text.partition(_REPLY)
+        behind = behind.lstrip(" ") if not behind.startswith(self._end_text) else behind
+        stable = found and behind.startswith(self._end_text + self._separator)
+        if not stable or (not tools and not before.startswith(self._before_reply)):
+            raise GenerationFailed(
+                "invalid_request",
+                "the chat template changes earlier turns when messages follow "
+                f"(roles {[message.get('role') for message in messages]}): their tokens can't be continued",
+            )
+        return behind
+
+    def _split(self, plain: str, folder: Path) -> tuple[str, str, str]:
+        """(text up to the end of the question, end-of-turn text, text behind it) of the rendered stand-in."""
+        before, found, behind = plain.partition(_REPLY)
+        question_end = before.find(_QUESTION)
+        if not found or question_end < 0:
+            raise InvalidInput(f"the chat template in {folder} does not render the text of messages")
+        specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        specials |= set(self._tokenizer.all_special_tokens)
+        places = sorted((behind.find(token), -len(token), token) for token in specials if token and token in behind)
+        if not places:
+            raise InvalidInput(f"the chat template in {folder} ends an assistant's turn without a special token")
+        place, _, end_text = places[0]
+        if behind[:place].strip(" "):
+            raise InvalidInput(f"the chat template in {folder} puts text between a reply and its end token")
+        return before[: question_end + len(_QUESTION)], end_text, behind[place + len(end_text) :]
+
+    def _only_id(self, text: str, folder: Path) -> int:
+        ids = self._encode(text)
+        if len(ids) != 1:
+            raise InvalidInput(f"the end-of-turn text {text!r} in {folder} is not one token")
+        return ids[0]
+
+    def _declared_ends(self, folder: Path) -> set[int]:
+        """End tokens that the tokenizer and generation_config.json name."""
+        path = folder / "generation_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        named = config.get("eos_token_id")
+        ids = named if isinstance(named, list) else [named]
+        return {token for token in [self._tokenizer.eos_token_id, *ids] if token is not None}
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, *, generation_prompt: bool
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise GenerationFailed("invalid_request", f"the chat template refuses these messages: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        # The template has written every special token, a leading one included.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,382 @@
+"""The replica: answers generate requests.
+
+    generate_request ─▶ [lease] ─▶ records: answered? parent? ─▶ [render] ─▶ engine slots ─▶ [step] ─▶ ended calls
+                                                                                                           │
+    proxy ◀─ generate_response ◀─ [send, ack] ◀─ records (first write wins) ◀──────────────────────────────┘
+
+Tasks of one replica:
+    generate: consumes generate_request and the weight pointer; waits for either when nothing runs; unblocked by a
+        message, by new weights or by `stop`; produces ended calls. The only one that touches the engine.
+    record: consumes ended calls, all that ended since the last time at once; produces call records, responses, acks.
+        It runs beside the next step, so that no step waits for storage.
+    leases: extends the leases of everything that is leased and not acked.
+
+Weights are swapped only while nothing runs, so a call has exactly one version. A request that was answered before (the
+message came again, or another replica was faster) is answered from the record; what this replica sampled is discarded.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from turnmill.config import Config
+from turnmill.errors import GenerationFailed, RecordCorrupt
+from turnmill.generation.answers import Job, call_of, has_ended, refusal_of, request_key, response_of
+from turnmill.generation.engine import Engine, EngineCall, EngineResult
+from turnmill.generation.renderer import Renderer
+from turnmill.generation.stored import parent_key, read_calls, read_paths
+from turnmill.ports import Leased, Message, RunPorts, Write
+from turnmill.records import (
+    Call,
+    GenerateRequest,
+    GenerateResponse,
+    ReplicaStatus,
+    decode,
+    encode,
+    replica_key,
+)
+
+logger = logging.getLogger(__name__)
+
+_LEASE_S = 30.0
+# How long one lease waits for messages; bounds how long `stop` takes.
+_WAIT_S = 0.5
+# How often an idle replica looks at the weight pointer.
+_IDLE_S = 0.05
+_NUM_FINGERPRINTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """A request that needs nothing more from the engine: a call to record, or an answer that is ready."""
+
+    request: GenerateRequest
+    receipt: str
+    call: Call | None = None
+    response: GenerateResponse | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Received:
+    """A decoded message."""
+
+    request: GenerateRequest
+    receipt: str
+
+
+async def run_replica(
+    ports: RunPorts,
+    *,
+    run_id: str,
+    name: str,
+    index: int,
+    config: Config,
+    engine: Engine,
+    renderer: Renderer,
+    stop: asyncio.Event,
+) -> None:
+    """Serve `generate_request[index]` until `stop` is set; calls that run then are given back.
+
+    Raises `RecordCorrupt` when a stored call does not match its digest, and whatever a port raises: the process ends,
+    its leases run out and others answer.
+    """
+    replica = _Replica(ports, run_id, name, index, config, engine, renderer, stop)
+    await replica.write_status()
+    serving = asyncio.create_task(replica.generate(), name=f"{name}-generate")
+    helpers = [
+        asyncio.create_task(replica.record(), name=f"{name}-record"),
+        asyncio.create_task(replica.extend_leases(), name=f"{name}-leases"),
+    ]
+    try:
+        # The helpers return only by raising.
+        await asyncio.wait([serving, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        for task in helpers:
+            if task.done():
+                task.result()
+        await serving
+        await replica.drain(helpers[0])
+    except RecordCorrupt as error:
+        logger.error("%s stops: %s", name, error)
+        raise
+    finally:
+        for task in (serving, *helpers):
+            task.cancel()
+        await asyncio.gather(serving, *helpers, return_exceptions=True)
+
+
+class _Replica:
+    """State that the three tasks share; only `generate` touches the engine."""
+
+    def __init__(
+        self,
+        ports: RunPorts,
+        run_id: str,
+        name: str,
+        index: int,
+        config: Config,
+        engine: Engine,
+        renderer: Renderer,
+        stop: asyncio.Event,
+    ) -> None:
+        self._ports = ports
+        self._requests = ports.generate_request[index]
+        self._run_id = run_id
+        self._name = name
+        self._config = config
+        self._engine = engine
+        self._renderer = renderer
+        self._stop = stop
+        self._fingerprints: dict[str, str] = {}
+        self._inbox: list[Leased] = []
+        self._lease: asyncio.Task[list[Leased]] | None = None
+        self._jobs: dict[str, Job] = {}
+        # Leased and neither acked nor released, with the time of the last extension.
+        self._receipts: dict[str, float] = {}
+        self._ended: asyncio.Queue[_Ended] = asyncio.Queue()
+        # (call key, digest) of calls whose record is ours: their caches may be continued.
+        self._kept: list[tuple[str, str]] = []
+
+    # ------------------------------------------------------------ generate
+
+    async def generate(self) -> None:
+        stopped = asyncio.create_task(self._stop.wait(), name=f"{self._name}-stop")
+        try:
+            while not self._stop.is_set():
+                is_current = await self._follow_weights()
+                if is_current:
+                    await self._admit()
+                if self._engine.num_running:
+                    for result in await asyncio.to_thread(self._engine.step):
+                        self._end(result)
+                elif not self._inbox:
+                    waiting = {stopped, self._lease} if self._lease else {stopped}
+                    await asyncio.wait(waiting, timeout=_IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            await self._give_back()
+
+    async def _follow_weights(self) -> bool:
+        """Load the current version once nothing runs; False while that has to be waited for.
+
+        Asked whenever calls could be admitted, and otherwise only when idle.
+        """
+        self._collect()
+        if self._engine.num_running and not self._inbox:
+            return True
+        current = await self._ports.weights.current()
+        if current is None or current.version == self._engine.version:
+            return True
+        if self._engine.num_running:
+            return False
+        await asyncio.to_thread(self._engine.load, Path(current.location), current.version)
+        await self.write_status()
+        return True
+
+    def _collect(self) -> None:
+        """Take what the pending lease brought, and ask for as much as there is room for."""
+        if self._lease is not None and self._lease.done():
+            lease, self._lease = self._lease, None
+            brought = lease.result()
+            self._inbox.extend(brought)
+            self._receipts.update(dict.fromkeys((item.receipt for item in brought), time.monotonic()))
+        room = self._engine.num_free - len(self._inbox)
+        if self._lease is None and room > 0:
+            self._lease = asyncio.create_task(
+                self._requests.lease(max_messages=room, lease_s=_LEASE_S, wait_s=_WAIT_S), name=f"{self._name}-lease"
+            )
+
+    async def _admit(self) -> None:
+        """Bring the inbox into the engine, as far as it is not answered at once."""
+        kept, self._kept = self._kept, []
+        for key, digest in kept:
+            self._engine.keep(key, digest)
+        if not self._inbox:
+            return
+        leased, self._inbox = self._inbox, []
+        received = await self._decode(leased)
+        keys = [request_key(item.request) for item in received]
+        parents = [parent_key(item.request) if item.request.parent else None for item in received]
+        wanted = list(dict.fromkeys([*keys, *(key for key in parents if key)]))
+        stored = dict(zip(wanted, await read_calls(self._ports.records, wanted), strict=True)) if wanted else {}
+        missing: list[Job] = []
+        claimed = set(self._jobs)
+        for item, key, parent in zip(received, keys, parents, strict=True):
+            call = stored[key]
+            if call is not None:
+                self._answer(item, response=response_of(call))
+            elif key in claimed:
+                await self._abandon(item.receipt)
+            else:
+                claimed.add(key)
+                job = self._prepare(item, stored[parent] if parent else None)
+                if job is not None and not self._submit(job):
+                    missing.append(job)
+        # Caches that are held were taken first, so that these evict none of them.
+        paths = await read_paths(self._ports.records, [job.parent for job in missing if job.parent])
+        for job, path in zip(missing, paths, strict=True):
+            self._submit(job, path)
+
+    async def _decode(self, leased: Sequence[Leased]) -> list[_Received]:
+        """Messages that can't be read go back, until the queue's own limit makes them dead letters."""
+        received = []
+        for item in leased:
+            try:
+                received.append(_Received(request=decode(item.body, GenerateRequest), receipt=item.receipt))
+            except msgspec.ValidationError as error:
+                logger.error("a generate request can't be read: %s", error, extra={"at": item.group})
+                await self._abandon(item.receipt)
+        return received
+
+    def _prepare(self, item: _Received, parent: Call | None) -> Job | None:
+        """Render the new messages; None when the request was refused."""
+        request = item.request
+        try:
+            if request.parent is None:
+                new_ids = self._renderer.opening(request.messages, request.tools)
+            elif parent is None:
+                raise GenerationFailed(
+                    "unknown_parent", f"the call {request.parent} that this one continues is unknown"
+                )
+            else:
+                ended = has_ended(parent, self._renderer.end_ids)
+                new_ids = self._renderer.continuation(request.messages, ended=ended, tools=request.tools)
+        except GenerationFailed as error:
+            self._answer(item, response=refusal_of(request, error))
+            return None
+        return Job(request=request, receipt=item.receipt, parent=parent, new_ids=new_ids, version=self._engine.version)
+
+    def _submit(self, job: Job, path: list[int] | None = None) -> bool:
+        """Give the job to the engine or refuse it; False when its stored path has to be read first."""
+        prefix_key = job.parent.digest if job.parent else None
+        held = self._engine.held_length(prefix_key) if prefix_key else 0
+        if held is None and path is None:
+            return False
+        num_prompt = (len(path) if held is None and path is not None else held or 0) + len(job.new_ids)
+        request = job.request
+        limit = min(request.max_length or self._config.max_length, self._engine.max_length)
+        room = min(request.sampling.max_new_tokens, limit - num_prompt)
+        try:
+            if room < 1:
+                raise GenerationFailed(
+                    "context_length_exceeded", f"the prompt has {num_prompt} tokens, the conversation may have {limit}"
+                )
+            self._engine.submit(
+                EngineCall(
+                    call_id=job.key,
+                    seed_parts=(str(self._config.seed), str(request.purpose), request.step_id),
+                    prefix_key=prefix_key,
+                    new_ids=job.new_ids,
+                    context_ids=path,
+                    sampling=request.sampling,
+                    max_new_tokens=room,
+                    end_ids=self._renderer.end_ids,
+                )
+            )
+        except GenerationFailed as error:
+            self._ended.put_nowait(_Ended(request=request, receipt=job.receipt, response=refusal_of(request, error)))
+        else:
+            self._jobs[job.key] = job
+        return True
+
+    def _end(self, result: EngineResult) -> None:
+        job = self._jobs.pop(result.call_id)
+        if result.error is not None:
+            response = refusal_of(job.request, GenerationFailed("generation_failed", result.error))
+            self._ended.put_nowait(_Ended(request=job.request, receipt=job.receipt, response=response))
+            return
+        call = call_of(job, result, self._renderer.decode(result.token_ids))
+        self._ended.put_nowait(_Ended(request=job.request, receipt=job.receipt, call=call))
+
+    def _answer(self, item: _Received, *, response: GenerateResponse) -> None:
+        self._ended.put_nowait(_Ended(request=item.request, receipt=item.receipt, response=response))
+
+    async def _abandon(self, receipt: str) -> None:
+        """Give a message back that this replica can't use now."""
+        self._receipts.pop(receipt, None)
+        await self._requests.release([receipt], delay_s=1.0)
+
+    async def _give_back(self) -> None:
+        """Release what is leased and not sampled to its end."""
+        if self._lease is not None:
+            self._inbox.extend(await self._lease)
+            self._lease = None
+        receipts = [item.receipt for item in self._inbox] + [job.receipt for job in self._jobs.values()]
+        for receipt in receipts:
+            self._receipts.pop(receipt, None)
+        if receipts:
+            await self._requests.release(receipts)
+
+    # ------------------------------------------------------------ record and leases
+
+    async def record(self) -> None:
+        while True:
+            batch = [await self._ended.get()]
+            while not self._ended.empty():
+                batch.append(self._ended.get_nowait())
+            await self._record(batch)
+            for _ in batch:
+                self._ended.task_done()
+
+    async def _record(self, batch: Sequence[_Ended]) -> None:
+        """Write, send, ack, in this order: whatever dies in between is answered from the record later."""
+        calls = [item.call for item in batch if item.call]
+        written = await self._ports.records.write(
+            [Write(key=call.key, value=encode(call), expected=0) for call in calls]
+        )
+        lost = [call.key for call, is_ours in zip(calls, written, strict=True) if not is_ours]
+        truth = {call.key: call for call in calls}
+        if lost:
+            truth.update({call.key: call for call in await read_calls(self._ports.records, lost) if call})
+        self._kept.extend((call.key, call.digest) for call in calls if call.key not in lost)
+        messages = []
+        for item in batch:
+            response = item.response or response_of(truth[request_key(item.request)])
+            key = request_key(item.request)
+            messages.append(Message(body=encode(response), group=key, dedup_id=f"{key}/{item.request.epoch}"))
+        await self._ports.generate_response.send(messages)
+        receipts = [item.receipt for item in batch]
+        await self._requests.ack(receipts)
+        for receipt in receipts:
+            self._receipts.pop(receipt, None)
+
+    async def drain(self, recorder: "asyncio.Task[None]") -> None:
+        """Wait until everything that ended is recorded; raises what the recorder raised."""
+        joined = asyncio.create_task(self._ended.join(), name=f"{self._name}-drain")
+        await asyncio.wait([joined, recorder], return_when=asyncio.FIRST_COMPLETED)
+        joined.cancel()
+        if recorder.done():
+            recorder.result()
+
+    async def extend_leases(self) -> None:
+        """A lease that was lost all the same costs a second answer, which the record then discards."""
+        while True:
+            await asyncio.sleep(_LEASE_S / 6)
+            now = time.monotonic()
+            due = [receipt for receipt, extended in self._receipts.items() if now - extended > _LEASE_S / 3]
+            if due:
+                await self._requests.extend(due, _LEASE_S)
+                self._receipts.update({receipt: now for receipt in due if receipt in self._receipts})
+
+    async def write_status(self) -> None:
+        """Say which version is served and what the memory that samples it looks like."""
+        version = self._engine.version
+        self._fingerprints.pop(str(version), None)
+        self._fingerprints[str(version)] = await asyncio.to_thread(self._engine.fingerprint)
+        for old in list(self._fingerprints)[:-_NUM_FINGERPRINTS]:
+            del self._fingerprints[old]
+        status = ReplicaStatus(
+            run_id=self._run_id,
+            replica=self._name,
+            version=version,
+            fingerprints=dict(self._fingerprints),
+            updated_at=time.time(),
+            pid=os.getpid(),
+        )
+        key = replica_key(self._run_id, self._name)
+        await self._ports.records.write([Write(key=key, value=encode(status), expected=None)])
