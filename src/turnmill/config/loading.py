@@ -49,14 +49,14 @@ def base_model_of(
     environ: Mapping[str, str] = {},
     sidecar: Path | None = None,
     flags: Mapping[str, object] = {},
-) -> tuple[str, str]:
-    """The base model that these layers choose, and where: it must be known before its recipe can be a layer below them.
+) -> str:
+    """The base model that these layers choose: it must be known before its recipe can be a layer below them.
 
     Problems of the layers are left for `load_config` to report.
     """
     layers = _collect(recipe=None, file=file, environ=environ, sidecar=sidecar, flags=flags)
     given = layers.given.get("base_model")
-    return (Config().base_model, DEFAULT) if given is None else (str(given.value), given.place)
+    return Config().base_model if given is None else str(given.value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

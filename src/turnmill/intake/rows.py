@@ -228,7 +228,11 @@ class _Checker:
         role = message["role"]
         if role not in ROLES:
             hint = _closest(role, ROLES) if isinstance(role, str) else ""
-            self._add("role", f"{field}.role", f"{printable(json.dumps(role, ensure_ascii=False))} is not one of {', '.join(ROLES)}{hint}")
+            self._add(
+                "role",
+                f"{field}.role",
+                f"{printable(json.dumps(role, ensure_ascii=False))} is not one of {', '.join(ROLES)}{hint}",
+            )
             return
         owners = {"tool_calls": "assistant", "tool_call_id": "tool"}
         for key in message:

@@ -18,13 +18,17 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class NotStrict(ValueError):
     """Text that is not JSON, or JSON that is refused."""
 
-    def __init__(self, rule: str, message: str, *, key: str | None = None, column: int | None = None) -> None:
+    def __init__(
+        self, rule: str, message: str, *, key: str | None = None, column: int | None = None, needle: str = ""
+    ) -> None:
         super().__init__(message)
         self.rule = rule
         # The key that it is about, where that is known.
         self.key = key
         # Of the first wrong character, from 1; None where unknown.
         self.column = column
+        # What to look for where the parser doesn't tell the column.
+        self.needle = needle
 
 
 def loads(text: str) -> Any:
@@ -36,7 +40,9 @@ def loads(text: str) -> Any:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise NotStrict("json", f"not valid JSON: {error.msg}", column=error.pos + 1) from error
-    except NotStrict:
+    except NotStrict as error:
+        if error.column is None and error.needle and text.count(error.needle) == 1:
+            error.column = text.index(error.needle) + 1
         raise
     except ValueError as error:  # an integer of more digits than Python converts
         raise NotStrict("number", "a number has too many digits: write it as a string") from error
@@ -84,12 +90,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise NotStrict("finite_number", f"{text[:40]} is out of the range of a number")
+        raise NotStrict("finite_number", f"{text[:40]} is out of the range of a number", needle=text)
     return number
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise NotStrict("finite_number", f"{name} is not JSON: leave the value out, or write null or a string")
+    raise NotStrict("finite_number", f"{name} is not JSON: leave the value out, or write null or a string", needle=name)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
