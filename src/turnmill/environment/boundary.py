@@ -127,7 +127,7 @@ def describe(error: BaseException) -> str:
     """The type, the text and the last frame of an exception, without secrets."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return redact(f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH] + place)
+    return redact(f"{type(error).__name__}: {error}")[:_DETAIL_LENGTH] + place
 
 
 def _is_context_full(error: BaseException) -> bool:
