@@ -73,6 +73,11 @@ def request_digest(messages: Sequence[dict[str, Any]], tools: Any, sampling: Sam
     return digest_of(*(canonical(message) for message in messages), encode(tools), encode(sampling))
 
 
+def request_identity(last_hash: bytes, sampling: Sampling) -> str:
+    """Digest of a whole request, from the hash up to its last message: what a transport retry repeats."""
+    return digest_of(last_hash, encode(sampling))
+
+
 @dataclass(kw_only=True)
 class Node:
     """A call that the attempt may continue."""

@@ -1,0 +1,318 @@
+"""HTTP for workers and agents, over `Sessions`: a plain ASGI application and its server.
+
+    POST /v1/rollouts/lease | heartbeat      worker token        rollouts to play
+    POST /a/<chat secret>/v1/chat/completions                    OpenAI chat completions
+    POST /v1/rollouts/report                 report secret       the end of an attempt
+    GET  /healthz
+
+The routes are dispatched by hand: a turn of a small model takes about a millisecond, of which a framework's routing,
+request and response objects would take a fifth. Secrets travel in paths and headers, so no access log is written.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+
+from turnmill.conversation.attempts import Answer
+from turnmill.conversation.leases import Lease
+from turnmill.conversation.requests import parse_chat, parse_object, parse_report
+from turnmill.conversation.sessions import Sessions
+from turnmill.errors import (
+    BackendUnavailable,
+    CallTimeout,
+    Conflict,
+    GenerationFailed,
+    InvalidInput,
+    InvalidRequest,
+    LeaseLost,
+    NotFound,
+    RecordCorrupt,
+    ShuttingDown,
+    TurnmillError,
+    Unauthorized,
+)
+from turnmill.records import encode
+
+logger = logging.getLogger(__name__)
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_WAIT_S = 30.0
+MAX_ROLLOUTS = 4096
+GRACE_S = 5
+_CHAT = re.compile(r"/a/([A-Za-z0-9_\-]{16,128})/v1/chat/completions")
+
+
+class HttpError(Exception):
+    """An answer that is no success, with the fields of an OpenAI error."""
+
+    def __init__(self, *, status: int, type: str, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self._error = {"message": message, "type": type, "param": param, "code": code}
+
+    def body(self) -> bytes:
+        return encode({"error": self._error})
+
+
+def to_http(error: TurnmillError) -> HttpError:
+    """The one place that knows which domain error is which status."""
+    text = str(error)
+    if isinstance(error, InvalidRequest):
+        return HttpError(status=400, type="invalid_request_error", code=error.code, message=text, param=error.param)
+    if isinstance(error, GenerationFailed):
+        # The client's fault only where the replica says so; anything else may be tried again.
+        if error.code == "context_length_exceeded" or error.code.startswith("invalid"):
+            return HttpError(status=400, type="invalid_request_error", code=error.code, message=text)
+        return HttpError(status=500, type="server_error", code=error.code, message=text)
+    for kind, status, type_, code in _STATUSES:
+        if isinstance(error, kind):
+            return HttpError(status=status, type=type_, code=code, message=text)
+    return HttpError(status=500, type="server_error", code="internal_error", message=text)
+
+
+_STATUSES: tuple[tuple[type[TurnmillError], int, str, str], ...] = (
+    (Unauthorized, 401, "authentication_error", "invalid_api_key"),
+    (LeaseLost, 409, "conflict_error", "attempt_over"),
+    (Conflict, 409, "conflict_error", "reported_otherwise"),
+    (NotFound, 404, "invalid_request_error", "not_found"),
+    (InvalidInput, 400, "invalid_request_error", "invalid_request"),
+    (CallTimeout, 504, "server_error", "call_timeout"),
+    (ShuttingDown, 503, "server_error", "shutting_down"),
+    (BackendUnavailable, 503, "server_error", "backend_unavailable"),
+    (RecordCorrupt, 500, "server_error", "record_corrupt"),
+)
+
+
+def create_app(sessions: Sessions) -> "App":
+    """The ASGI application for a run's sessions."""
+    return App(sessions)
+
+
+class App:
+    """The routes."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+        self._routes: dict[tuple[str, str], Callable[[Scope, Receive, bytes], Awaitable[bytes]]] = {
+            ("POST", "/v1/rollouts/lease"): self._lease,
+            ("POST", "/v1/rollouts/heartbeat"): self._heartbeat,
+            ("POST", "/v1/rollouts/report"): self._report,
+            ("GET", "/healthz"): self._health,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
+        try:
+            status, body = 200, await self._dispatch(scope, receive)
+        except HttpError as error:
+            status, body = error.status, error.body()
+        except TurnmillError as error:
+            answer = to_http(error)
+            if answer.status == 500:
+                logger.error("%s", error)
+            status, body = answer.status, answer.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _dispatch(self, scope: Scope, receive: Receive) -> bytes:
+        path, method = scope["path"], scope["method"]
+        chat = _CHAT.fullmatch(path)
+        if chat is not None and method == "POST":
+            return await self._chat(scope, receive, chat[1])
+        route = self._routes.get((method, path))
+        if route is None:
+            known = chat is not None or any(path == known_path for _, known_path in self._routes)
+            if known:
+                raise _http(405, "method_not_allowed", f"{method} is not served here")
+            raise _http(404, "not_found", "no such route")
+        return await route(scope, receive, b"" if method == "GET" else await _body(scope, receive))
+
+    # ------------------------------------------------------------ routes
+
+    async def _chat(self, scope: Scope, receive: Receive, secret: str) -> bytes:
+        key: str | None = None
+        is_retry = False
+        for name, value in scope["headers"]:
+            if name == b"idempotency-key":
+                key = value.decode("latin-1")
+            elif name == b"x-stainless-retry-count":
+                is_retry = value.strip() not in (b"", b"0")
+        request = parse_chat(await _body(scope, receive), self.sessions.sampling)
+        answer = await self.sessions.chat(secret, request, key=key or request.request_id, is_retry=is_retry)
+        return _completion(answer, request.model)
+
+    async def _lease(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
+        self.sessions.check_worker(_bearer(scope))
+        raw = parse_object(body)
+        worker = _field(raw, "worker", str)
+        most = _field(raw, "max_rollouts", int)
+        wait_s = float(_field(raw, "wait_s", (int, float)))
+        if not worker or len(worker) > 128:
+            raise InvalidRequest("worker must be a name of 1 to 128 characters", param="worker")
+        if not 1 <= most <= MAX_ROLLOUTS:
+            raise InvalidRequest(f"max_rollouts must be between 1 and {MAX_ROLLOUTS}", param="max_rollouts")
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise InvalidRequest(f"wait_s must be between 0 and {MAX_WAIT_S:g}", param="wait_s")
+        leases = await self.sessions.lease(worker, most, wait_s, gone=_disconnect(receive))
+        return encode({"rollouts": [_lease_body(lease, self.sessions.base_url) for lease in leases]})
+
+    async def _heartbeat(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
+        self.sessions.check_worker(_bearer(scope))
+        tokens = _field(parse_object(body), "lease_tokens", list)
+        if len(tokens) > MAX_ROLLOUTS or not all(isinstance(token, str) for token in tokens):
+            raise InvalidRequest(f"lease_tokens must be at most {MAX_ROLLOUTS} texts", param="lease_tokens")
+        return encode({"lost": await self.sessions.heartbeat(tokens)})
+
+    async def _report(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
+        await self.sessions.report(_bearer(scope), parse_report(body))
+        return b'{"status":"recorded"}'
+
+    async def _health(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
+        if not self.sessions.is_healthy:
+            raise ShuttingDown("the proxy is closing")
+        return b'{"status":"ok"}'
+
+
+# ---------------------------------------------------------------- requests and answers
+
+
+def _http(status: int, code: str, message: str) -> HttpError:
+    return HttpError(status=status, type="invalid_request_error", code=code, message=message)
+
+
+async def _body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body; raises `HttpError` 413 as soon as it is known to be too large."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise _http(400, "incomplete", "the client went away before its request was complete")
+        chunk: bytes = event.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise _http(413, "body_too_large", f"a body holds at most {MAX_BODY_BYTES} bytes")
+        if not event.get("more_body"):
+            return b"".join([*chunks, chunk])
+        chunks.append(chunk)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _bearer(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer" and token.strip():
+                return str(token.strip())
+    raise Unauthorized("an Authorization header with a bearer token is needed")
+
+
+def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    value = raw.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InvalidRequest(f"{key} is missing or of the wrong type", param=key)
+    return value
+
+
+def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
+    return {
+        "request": lease.request,
+        "attempt": lease.attempt,
+        "base_url": f"{base_url}/a/{lease.chat_secret}/v1",
+        "report_secret": lease.report_secret,
+        "deadline": lease.deadline,
+        "lease_token": lease.lease_token,
+        "lease_s": lease.lease_s,
+    }
+
+
+def _completion(answer: Answer, model: str) -> bytes:
+    choice = {"index": 0, "message": answer.reply, "finish_reason": answer.finish_reason, "logprobs": None}
+    usage = {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_sampled_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
+    }
+    return encode(
+        {
+            "id": answer.call_id,
+            "object": "chat.completion",
+            "created": int(answer.created_at),
+            "model": model,
+            "choices": [choice],
+            "usage": usage,
+        }
+    )
+
+
+# ---------------------------------------------------------------- server
+
+
+class _Server(uvicorn.Server):
+    """A server inside somebody else's process: it leaves the signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+@asynccontextmanager
+async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
+    """Serve on the running loop; yields the port (chosen by the system for 0).
+
+    On leaving, calls and lease requests that wait are sent away with 503 before the server closes.
+    """
+    listener = socket.create_server((host, port), backlog=2048)
+    listener.setblocking(False)
+    bound: int = listener.getsockname()[1]
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="proxy-server")
+    listens = asyncio.create_task(server.listens.wait(), name="proxy-listens")
+    await asyncio.wait([running, listens], return_when=asyncio.FIRST_COMPLETED)
+    listens.cancel()
+    if running.done():
+        running.result()
+        raise BackendUnavailable(f"the server on {host}:{port} ended at once")
+    if not app.sessions.base_url:
+        app.sessions.base_url = f"http://{host}:{bound}"
+    try:
+        yield bound
+    finally:
+        app.sessions.stop()
+        server.should_exit = True
+        await running
