@@ -1,0 +1,296 @@
+"""The batch builder on a table of cases by hand, and a random simulation that checks what must always hold."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from turnmill.config import Config
+from turnmill.records import DropReason, Task
+from turnmill.training.batcher import BatchBuilder, Closed, Draw, Drop, TaskOrder
+
+Rewards = Callable[[str, int], float | None]
+
+
+class Table:
+    """Plays a builder's draws by a rule and keeps the books."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
+        self.config = config
+        self.builder = BatchBuilder(config, tasks, prefix="1.")
+        self.draws: list[Draw] = []
+        self.open: list[str] = []
+        self.task_of: dict[str, str] = {}
+        self.group_of: dict[str, str] = {}
+        self.rewards: dict[str, float | None] = {}
+        self.fate: dict[str, DropReason] = {}
+        self._next: Counter[str] = Counter()
+
+    def request(self) -> list[str]:
+        """Bind what the builder draws now; the new ids."""
+        draws = self.builder.draw()
+        ids = []
+        for draw in draws:
+            ids.append(f"{draw.task.id}_{self._next[draw.task.id]}")
+            self._next[draw.task.id] += 1
+            self.task_of[ids[-1]] = draw.task.id
+            self.group_of[ids[-1]] = draw.group_id
+        self.builder.bind(draws, ids)
+        self.draws += draws
+        self.open += ids
+        assert self.builder.num_in_flight == len(self.open) <= self.config.global_batch_size
+        return ids
+
+    def end(self, sample_id: str, reward: float | None, *, stale: bool = False) -> None:
+        self.rewards[sample_id] = reward
+        self.open.remove(sample_id)
+        self.book(self.builder.end(sample_id, reward, stale=stale))
+
+    def book(self, drops: Sequence[Drop]) -> None:
+        for drop in drops:
+            assert drop.sample_id not in self.fate, "dropped twice"
+            assert drop.is_open == (drop.sample_id in self.open)
+            self.fate[drop.sample_id] = drop.reason
+            if drop.is_open:
+                self.open.remove(drop.sample_id)
+
+    def play(self, rule: Rewards, order: random.Random | None = None) -> Closed:
+        """Play to the end of a batch, first requested first (or in random order)."""
+        while True:
+            self.request()
+            if self.builder.is_closed:
+                break
+            sample_id = self.open[order.randrange(len(self.open)) if order else 0]
+            self.end(sample_id, rule(self.task_of[sample_id], int(sample_id.rpartition("_")[2])))
+        closed = self.builder.close()
+        self.book(closed.drops)
+        return closed
+
+
+def first_of_four(task: str, g: int) -> float:
+    return float(g % 4 == 0)
+
+
+@pytest.fixture
+def table(small_config: Config, tasks: list[Task]) -> Table:
+    return Table(small_config, tasks)
+
+
+def test_the_first_draw_fills_the_slots_in_data_order(table: Table) -> None:
+    assert table.request() == [f"t{i}_{g}" for i in range(2) for g in range(4)]
+    assert table.builder.num_in_flight == 8
+    assert table.builder.draw() == []
+
+
+def test_groups_with_signal_make_the_batch_in_the_order_drawn(table: Table) -> None:
+    ids = table.request()
+    for sample_id in reversed(ids):
+        table.end(sample_id, first_of_four(*sample_id.split("_")[:1], int(sample_id[-1])))
+    assert table.builder.is_closed
+    closed = table.builder.close()
+    assert closed.groups == (tuple(ids[:4]), tuple(ids[4:]))
+    assert closed.drops == ()
+
+
+def test_a_group_without_signal_is_dropped_and_the_next_task_takes_its_place(table: Table) -> None:
+    closed = table.play(lambda task, g: 0.5 if task == "t0" else first_of_four(task, g))
+    assert [group[0] for group in closed.groups] == ["t1_0", "t2_0"]
+    assert {s for s, reason in table.fate.items() if reason is DropReason.NO_SIGNAL} == {f"t0_{g}" for g in range(4)}
+
+
+def test_an_invalid_sample_is_replaced_in_its_group(table: Table) -> None:
+    closed = table.play(lambda task, g: None if (task, g) == ("t0", 1) else first_of_four(task, g))
+    assert closed.groups[0] == ("t0_0", "t0_2", "t0_3", "t0_4")
+    assert "t0_1" not in table.fate
+
+
+def test_a_stale_sample_is_dropped_so_and_replaced(table: Table) -> None:
+    table.request()
+    table.end("t0_1", 1.0, stale=True)
+    closed = table.play(first_of_four)
+    assert closed.groups[0] == ("t0_0", "t0_2", "t0_3", "t0_4")
+    assert table.fate["t0_1"] is DropReason.STALE
+
+
+def test_a_group_is_abandoned_after_as_many_replacements_as_it_has_samples(table: Table) -> None:
+    table.request()
+    table.end("t0_0", 1.0)
+    for _ in range(5):
+        victim = next(s for s in table.open if s.startswith("t0_"))
+        table.end(victim, None)
+        table.request()
+    assert not any(s.startswith("t0_") for s in table.open)
+    assert table.fate == dict.fromkeys(["t0_0", "t0_6", "t0_7"], DropReason.SURPLUS), "valid and open ones"
+    assert table.fate["t0_0"] is DropReason.SURPLUS
+    closed = table.play(first_of_four)
+    assert [group[0] for group in closed.groups] == ["t1_0", "t2_0"]
+
+
+def test_a_batch_waits_for_every_group_drawn_before_the_last_one_taken(table: Table) -> None:
+    table.request()
+    for g in range(4):
+        table.end(f"t1_{g}", first_of_four("t1", g))
+    table.end("t0_0", 0.0)
+    table.request()
+    for sample_id in [s for s in table.open if s.startswith("t2")]:
+        table.end(sample_id, float(sample_id.endswith("0")))
+    table.request()
+    while any(s.startswith("t2") for s in table.open):
+        sample_id = next(s for s in table.open if s.startswith("t2"))
+        table.end(sample_id, float(sample_id.endswith("0")))
+        table.request()
+    assert not table.builder.is_closed, "t0 is still being played and was drawn first"
+    for g in (1, 2, 3):
+        table.end(f"t0_{g}", 1.0)
+    assert table.builder.is_closed
+    closed = table.builder.close()
+    table.book(closed.drops)
+    assert [group[0] for group in closed.groups] == ["t0_0", "t1_0"]
+    assert {reason for s, reason in table.fate.items() if s.startswith("t2")} == {DropReason.SURPLUS}
+    assert table.open == []
+
+
+def test_what_is_still_played_when_the_batch_closes_is_surplus_at_once(table: Table) -> None:
+    closed = table.play(first_of_four)
+    assert len(closed.groups) == 2
+    assert table.open == []
+    assert set(table.fate.values()) <= {DropReason.SURPLUS}
+
+
+def test_the_next_batch_goes_on_after_the_last_group_taken(table: Table) -> None:
+    table.play(first_of_four)
+    assert table.builder.position == 2
+    assert [group[0].split("_")[0] for group in table.play(first_of_four).groups] == ["t2", "t3"]
+
+
+def test_at_the_refill_limit_the_step_runs_on_what_there_is(table: Table) -> None:
+    closed = table.play(lambda task, g: first_of_four(task, g) if task == "t3" else 0.0)
+    assert closed.groups == (("t3_0", "t3_1", "t3_2", "t3_3"),)
+    assert len({draw.group_id for draw in table.draws}) == 2 * (1 + 2)
+    assert table.builder.position == 6
+
+
+def test_without_any_signal_the_batch_is_empty_and_the_data_moves_on(table: Table) -> None:
+    assert table.play(lambda task, g: 0.0).groups == ()
+    assert len(table.fate) == 24
+    assert table.request()[0] == "t6_0"
+
+
+def test_without_refills_the_first_groups_decide(small_config: Config, tasks: list[Task]) -> None:
+    table = Table(replace(small_config, max_refill_rounds=0), tasks)
+    assert len(table.play(lambda task, g: float(task == "t0" and g == 0)).groups) == 1
+
+
+def test_replacements_are_drawn_before_they_are_known_to_be_needed(small_config: Config, tasks: list[Task]) -> None:
+    table = Table(replace(small_config, global_batch_size=32), tasks)
+    table.request()
+    for sample_id in ["t0_0", "t0_1", "t0_2"]:
+        table.end(sample_id, 0.0)
+    assert [s.split("_")[0] for s in table.request()] == ["t8"] * 3
+
+
+def test_no_replacement_is_drawn_for_groups_that_have_their_signal_already(table: Table) -> None:
+    table.request()
+    for task in ("t0", "t1"):
+        table.end(f"{task}_0", 1.0)
+        table.end(f"{task}_1", 0.0)
+    assert table.request() == []
+
+
+def test_cancelling_drops_everything_that_is_not_dropped_yet(table: Table) -> None:
+    table.request()
+    table.end("t0_0", 1.0)
+    table.end("t1_3", None)
+    table.book(table.builder.cancel())
+    assert set(table.fate.values()) == {DropReason.CANCELLED}
+    assert set(table.fate) == {f"t{i}_{g}" for i in range(2) for g in range(4)} - {"t1_3"}
+    assert table.builder.num_in_flight == 0
+    assert table.builder.position == 0
+
+
+def test_an_open_batch_can_not_be_closed(table: Table) -> None:
+    table.request()
+    with pytest.raises(RuntimeError, match="still open"):
+        table.builder.close()
+
+
+def test_tasks_come_in_file_order_again_and_again(tasks: list[Task]) -> None:
+    order = TaskOrder(tasks[:3], seed=0, shuffle=False)
+    assert [order[i].id for i in range(7)] == ["t0", "t1", "t2", "t0", "t1", "t2", "t0"]
+
+
+def test_shuffled_epochs_are_seeded_complete_and_different(tasks: list[Task]) -> None:
+    order, again = (TaskOrder(tasks, seed=5, shuffle=True) for _ in range(2))
+    first, second = [[order[i].id for i in range(start, start + 20)] for start in (0, 20)]
+    assert sorted(first) == sorted(second) == sorted(task.id for task in tasks)
+    assert first != second
+    assert [again[i].id for i in (25, 3, 25)] == [second[5], first[3], second[5]]
+    assert [TaskOrder(tasks, seed=6, shuffle=True)[i].id for i in range(20)] != first
+
+
+def test_no_tasks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no tasks"):
+        TaskOrder([], seed=0, shuffle=False)
+
+
+def simulate(seed: int) -> tuple[Table, list[Closed]]:
+    """Five batches of a random configuration, tasks of random difficulty, ends in random order."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 4, 8])
+    config = Config(
+        number_generation=size,
+        global_batch_size=size * rng.randint(1, 6),
+        max_refill_rounds=rng.randint(0, 4),
+        shuffle=rng.random() < 0.5,
+        seed=seed,
+    )
+    tasks = [Task(id=f"t{i}", metadata={}) for i in range(rng.randint(1, 12))]
+    chance = {task.id: rng.choice([0.0, 0.05, 0.5, 0.9, 1.0]) for task in tasks}
+    broken = rng.choice([0.0, 0.1, 0.6])
+    table = Table(config, tasks)
+
+    def rule(task: str, g: int) -> float | None:
+        return None if rng.random() < broken else float(rng.random() < chance[task])
+
+    return table, [table.play(rule, rng) for _ in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_invariants_hold_in_a_random_simulation(seed: int) -> None:
+    table, batches = simulate(seed)
+    config = table.config
+    drawn = list(dict.fromkeys(draw.group_id for draw in table.draws))
+    members = {group_id: [s for s, g in table.group_of.items() if g == group_id] for group_id in drawn}
+    trained: set[str] = set()
+    for closed in batches:
+        assert len(closed.groups) <= config.groups_per_batch
+        for group in closed.groups:
+            assert len(group) == config.number_generation, "never trained smaller"
+            assert len({table.rewards[s] for s in group}) > 1, "only with signal"
+            assert None not in {table.rewards[s] for s in group}
+            assert len({table.group_of[s] for s in group}) == 1
+            trained |= set(group)
+        taken = [table.group_of[group[0]] for group in closed.groups]
+        considered = [group_id for group_id in drawn if group_id in closed.in_order]
+        assert taken == [g for g in considered if any(s in trained for s in members[g])], (
+            "earliest with signal, in order"
+        )
+        assert len(considered) <= config.groups_per_batch * (1 + config.max_refill_rounds)
+        if len(taken) < config.groups_per_batch:
+            assert len(considered) == config.groups_per_batch * (1 + config.max_refill_rounds), "only at the limit"
+    for sample_id in table.task_of:
+        fates = [sample_id in trained, sample_id in table.fate, table.rewards.get(sample_id, 0.0) is None]
+        assert sum(fates) == 1, f"{sample_id} is trained, dropped or invalid, and only one of these: {fates}"
+    for group_id in drawn:
+        invalid = [s for s in members[group_id] if table.rewards.get(s, 0.0) is None]
+        assert len(invalid) <= config.number_generation + 1
+    assert table.open == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_ends_give_the_same_batches(seed: int) -> None:
+    (one, batches), (two, again) = simulate(seed), simulate(seed)
+    assert batches == again
+    assert one.draws == two.draws and one.fate == two.fate
