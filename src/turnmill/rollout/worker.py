@@ -63,6 +63,8 @@ class Worker:
         self._heartbeat_s = config.worker_lease_s / 3
         # Rollouts in flight by lease token.
         self._rollouts: dict[str, asyncio.Task[None]] = {}
+        # Those of them whose report is on its way: its answer says what became of the lease.
+        self._reporting: set[str] = set()
         self._slot_free = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -103,7 +105,7 @@ class Worker:
             )
             for token in lost:
                 # One that ended in the meantime is no longer there.
-                if task := self._rollouts.get(token):
+                if token not in self._reporting and (task := self._rollouts.get(token)):
                     logger.warning("a lease is lost, %s is cancelled", task.get_name())
                     task.cancel()
 
@@ -111,6 +113,7 @@ class Worker:
         at = {"at": f"{leased.request.sample_id}/{leased.attempt}"}
         try:
             result = await self._runner.run(leased)
+            self._reporting.add(leased.lease_token)
             await self._report(leased, result)
             logger.debug("rollout reported: %s", result.reason or result.reward, extra=at)
         except LeaseLost as error:
@@ -118,6 +121,7 @@ class Worker:
 
     def _free(self, lease_token: str, _: asyncio.Task[None]) -> None:
         del self._rollouts[lease_token]
+        self._reporting.discard(lease_token)
         self._slot_free.set()
 
     async def _report(self, leased: LeasedRollout, result: RolloutResult) -> None:

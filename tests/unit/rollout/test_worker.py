@@ -38,6 +38,9 @@ class SmallProxy:
         self.reply = "crane"
         self.may_chat = asyncio.Event()
         self.may_chat.set()
+        self.may_report = asyncio.Event()
+        self.may_report.set()
+        self.num_reporting = 0
         self.num_chatting = 0
         self.most_chatting = 0
         self.changed = asyncio.Condition()
@@ -100,6 +103,9 @@ class SmallProxy:
     async def report(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert request.headers["Authorization"] == f"Bearer report-{body['id']}"
+        self.num_reporting += 1
+        await self._notify()
+        await self.may_report.wait()
         if status := self.refused.pop(body["id"], None):
             return web.json_response({"error": {"message": "refused"}}, status=status)
         self.reports.append(body)
@@ -232,6 +238,21 @@ async def test_a_lost_lease_cancels_its_rollout_without_a_report_and_frees_its_s
             await proxy.until(lambda: len(proxy.reports) == 2)
 
     assert {report["id"] for report in proxy.reports} == {"t_1", "t_2"}
+
+
+async def test_a_report_on_its_way_is_not_cancelled_by_a_lease_that_ended_with_it() -> None:
+    async with small_proxy() as proxy:
+        proxy.may_report.clear()
+        proxy.queue.put_nowait("t_0")
+        async with working(proxy, Wordle()):
+            await proxy.until(lambda: proxy.num_reporting == 1)
+            proxy.lost.add("lease-t_0")
+            seen = len(proxy.heartbeats)
+            await proxy.until(lambda: len(proxy.heartbeats) == seen + 2)
+            proxy.may_report.set()
+            await proxy.until(lambda: proxy.reports)
+
+    assert proxy.heartbeats[-1]["lease_tokens"] == ["lease-t_0"]
 
 
 async def test_an_exception_of_the_environment_is_reported_as_null_with_a_reason() -> None:
