@@ -120,7 +120,7 @@ def _not_utf8(error: UnicodeDecodeError, data: bytes, *, line: int, offset: int,
         message = "the file ends in the middle of a character: the last line is cut off"
         return Problem(line=line, column=column, field=None, rule="truncated", message=message)
     byte = data[error.start]
-    latin = bytes([byte]).decode("cp1252", errors="replace")
+    latin = printable(bytes([byte]).decode("cp1252", errors="replace"))
     message = (
         f"byte 0x{byte:02X} at byte {offset + error.start} of the file is not UTF-8 "
         f'(Latin-1 or Windows-1252, where it is "{latin}"?): save the file as UTF-8'
