@@ -43,7 +43,7 @@ def _print(report: Report) -> None:
             console.print(f"and {report.num_problems - len(report.problems)} more (--max-problems lists them)")
     else:
         # One problem a line, for grep and editors.
-        click.echo(report.text(max_lines=len(report.problems)))
+        click.echo(report.summary(max_lines=len(report.problems)))
     for note in report.notes:
         console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
 

@@ -76,7 +76,7 @@ class Report:
     def ok(self) -> bool:
         return self.num_problems == 0
 
-    def text(self, *, max_lines: int = 20) -> str:
+    def summary(self, *, max_lines: int = 20) -> str:
         """The problems as text, one a line: `file:line:column: field: message [rule]`."""
         many = "1 problem" if self.num_problems == 1 else f"{self.num_problems} problems"
         lines = [f"{self.path}: {many} in the data:"]
@@ -98,7 +98,7 @@ def read_tasks(path: Path) -> list[Task]:
     tasks: list[Task] = []
     report = _Scan(path, 100).run(take=lambda row: tasks.append(row.task))
     if not report.ok:
-        raise DataError(report.text())
+        raise DataError(report.summary())
     return tasks
 
 

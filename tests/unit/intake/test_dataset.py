@@ -265,7 +265,7 @@ def test_all_problems_of_a_row_and_of_all_rows_are_reported(tmp_path: Path) -> N
 def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
     report = check(tmp_path, "nonsense\n" * 50, max_problems=7)
     assert (len(report.problems), report.num_problems) == (7, 50)
-    assert report.text(max_lines=5).splitlines()[-1].startswith("  and 45 more")
+    assert report.summary(max_lines=5).splitlines()[-1].startswith("  and 45 more")
 
 
 def test_what_a_row_holds_does_not_decide_how_many_problems_are_kept(tmp_path: Path) -> None:
