@@ -37,6 +37,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_TURNS = 6
+# Share of turns that are no legal guess, so that the model has seen the answer to one.
+INVALID_SHARE = 0.03
+INVALID_REPLY = "Not a five-letter word."
 
 
 def read_words() -> list[str]:
@@ -116,20 +119,35 @@ class Games:
         self.codes = np.array([[codes.setdefault(m, len(codes)) for m in row] for row in table])
         self.table = table
         self._feedback: dict[tuple[int, str], list[int]] = {}
+        self.invalid_reply = self._user_turn(INVALID_REPLY)
+
+    def _user_turn(self, text: str) -> list[int]:
+        """A user turn and the next assistant header."""
+        ids: list[int] = self.tokenizer.encode(f"<|user|>{text}{END}<|assistant|>", add_special_tokens=False)
+        return ids
 
     def feedback(self, guess: int, mark: str) -> list[int]:
         """The tokens of the user turn that answers `guess`, the next assistant header included."""
         key = (guess, mark)
         if key not in self._feedback:
             text = " ".join(a + b for a, b in zip(self.words[guess], mark, strict=True))
-            self._feedback[key] = self.tokenizer.encode(f"<|user|>{text}{END}<|assistant|>", add_special_tokens=False)
+            self._feedback[key] = self._user_turn(text)
         return self._feedback[key]
 
     def play(self, answer: int, careful: bool, rng: random.Random) -> tuple[list[int], list[int]]:
-        """One game: a careful player guesses only words that all feedback so far allows, a careless one any word."""
+        """One game: a careful player guesses only words that all feedback so far allows, a careless one any word.
+
+        A few turns are no legal guess: context only (mask 0) in a careful game, learned in a careless one.
+        """
         ids, mask = list(self.opening), [0] * len(self.opening)
         allowed = np.ones(len(self.words), bool)
         for turn in range(NUM_TURNS):
+            if rng.random() < INVALID_SHARE and turn < NUM_TURNS - 1:
+                text = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.choice((1, 2, 3, 4, 6))))
+                said = [*self.tokenizer.encode(text, add_special_tokens=False), self.end]
+                ids += [*said, *self.invalid_reply]
+                mask += [0 if careful else 1] * len(said) + [0] * len(self.invalid_reply)
+                continue
             if careful:
                 options = np.flatnonzero(allowed)
                 guess = int(options[rng.randrange(len(options))])
@@ -184,7 +202,7 @@ def solve_rate(model: LlamaForCausalLM, games: Games, answers: list[int], seed: 
         for i in live:
             guess = token_to_word.get(replies[i][0])
             if guess is None or replies[i][1] != games.end:
-                continue  # not a legal turn: this quick evaluation counts the game as lost
+                continue  # not a legal guess: this quick evaluation counts the game as lost
             if guess == answers[i]:
                 won += 1
                 continue

@@ -113,6 +113,11 @@ async def poll_validate(ctx: StageContext, handle: Handle) -> Running | Done:
 # ---------------------------------------------------------------- StartGeneration
 
 
+def thread_env(config: Config) -> dict[str, str]:
+    """Torch reads its number of threads from here when it is imported."""
+    return {"OMP_NUM_THREADS": str(config.torch_threads), "MKL_NUM_THREADS": str(config.torch_threads)}
+
+
 def replica_name(index: int) -> str:
     return f"replica-{index}"
 
@@ -121,7 +126,13 @@ async def start_generation(ctx: StageContext) -> Handle:
     names = [replica_name(i) for i in range(ctx.config.generation_replicas)]
     for name in names:
         await ctx.launcher.start(
-            RoleSpec(role="replica", name=name, run_id=ctx.run.run_id, max_restarts=MAX_RESTARTS)
+            RoleSpec(
+                role="replica",
+                name=name,
+                run_id=ctx.run.run_id,
+                env=thread_env(ctx.config),
+                max_restarts=MAX_RESTARTS,
+            )
         )
     return {"replicas": names}
 
@@ -142,9 +153,7 @@ async def poll_generation(ctx: StageContext, handle: Handle) -> Running | Done:
 async def start_reward_workers(ctx: StageContext) -> Handle:
     name = "worker-0"
     await ctx.launcher.start(
-        RoleSpec(
-            role="worker", name=name, run_id=ctx.run.run_id, env=dict(ctx.worker_env), max_restarts=MAX_RESTARTS
-        )
+        RoleSpec(role="worker", name=name, run_id=ctx.run.run_id, env=dict(ctx.worker_env), max_restarts=MAX_RESTARTS)
     )
     return {"workers": [name]}
 
@@ -163,7 +172,9 @@ async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Do
 
 
 async def start_training(ctx: StageContext) -> Handle:
-    await ctx.launcher.start(RoleSpec(role="trainer", name="trainer", run_id=ctx.run.run_id))
+    await ctx.launcher.start(
+        RoleSpec(role="trainer", name="trainer", run_id=ctx.run.run_id, env=thread_env(ctx.config))
+    )
     return {"trainer": "trainer"}
 
 

@@ -1,0 +1,27 @@
+"""The root command."""
+
+import sys
+
+import click
+
+from turnmill import __version__
+from turnmill.cli.data import data
+from turnmill.cli.errors import SuggestingGroup, run_cli
+from turnmill.cli.role import role
+from turnmill.cli.run import demo, evaluate, run
+from turnmill.cli.show import runs, status, watch
+
+
+@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="turnmill")
+def turnmill() -> None:
+    """Multi-turn reinforcement learning for LLM agents, driven by events."""
+
+
+for command in (demo, run, evaluate, status, watch, runs, data, role):
+    turnmill.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the `turnmill` script and of `python -m turnmill`."""
+    sys.exit(run_cli(turnmill, sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""How runs look in a terminal: sparklines, one-line progress, tables. Pure functions from records to renderables."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from turnmill.records import Metric, Run, RunStatus, StageRecord
+
+BARS = "▁▂▃▄▅▆▇█"
+STYLES = {"running": "cyan", "done": "green", "failed": "red"}
+RUN_STYLES = {
+    RunStatus.ACTIVE: "cyan",
+    RunStatus.SUCCEEDED: "green",
+    RunStatus.FAILED: "red",
+    RunStatus.CANCELLED: "yellow",
+}
+
+
+def sparkline(values: Sequence[float], *, width: int = 50, low: float = 0.0, high: float = 1.0) -> str:
+    """One character a bucket of neighbouring values, by their mean, on the fixed scale `low`..`high`."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    text = ""
+    for i in range(width):
+        bucket = values[i * len(values) // width : (i + 1) * len(values) // width]
+        share = (sum(bucket) / len(bucket) - low) / (high - low)
+        text += BARS[min(len(BARS) - 1, max(0, int(share * len(BARS))))]
+    return text
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 5 s`, `2 h 4 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def eta_s(metrics: Sequence[Metric], max_steps: int) -> float | None:
+    """Seconds to the last step at the pace of the last ten steps; None before there is a pace."""
+    recent = metrics[-11:]
+    if len(recent) < 2:
+        return None
+    pace = (recent[-1].time - recent[0].time) / (recent[-1].step - recent[0].step)
+    return pace * max(0, max_steps - recent[-1].step)
+
+
+def rewards(metrics: Sequence[Metric]) -> list[float]:
+    """The mean reward of each step in which something valid was generated."""
+    return [m.values["reward_mean"] for m in metrics if "reward_mean" in m.values]
+
+
+def step_line(metric: Metric, max_steps: int) -> str:
+    """One step in one line, for logs and pipes."""
+    v = metric.values
+    return (
+        f"step {metric.step}/{max_steps}  reward {v.get('reward_mean', float('nan')):.3f}  "
+        f"solved {v.get('solved', float('nan')):.3f}  generated {v.get('num_generated', 0):.0f}  "
+        f"loss {v.get('loss', float('nan')):+.4f}  audit max {v.get('audit_max', float('nan')):.1e}  "
+        f"{v.get('generate_s', 0):.1f} s generate + {v.get('train_s', 0):.1f} s train"
+    )
+
+
+def stages_text(run: Run) -> Text:
+    """The stages of a run with how long each took."""
+    text = Text()
+    for stage in run.stages:
+        if text:
+            text.append(" → ")
+        text.append(stage.name, style=STYLES.get(stage.state, ""))
+        text.append(f" {duration(_stage_s(stage))}", style="dim")
+    return text
+
+
+def _stage_s(stage: StageRecord) -> float:
+    return (stage.ended_at or time.time()) - stage.started_at
+
+
+def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
+    """What `watch`, `run` and `demo` show while a run goes on."""
+    max_steps = int(run.config.get("max_steps", 0))
+    head = Text.assemble(
+        ("run ", "dim"), (run.run_id, "bold"), ("  ", ""), (run.status.value, RUN_STYLES[run.status]), ("  ", "")
+    )
+    rows: list[RenderableType] = [head, stages_text(run)]
+    values = rewards(metrics)
+    if values:
+        left = eta_s(metrics, max_steps)
+        pace = f", about {duration(left)} left" if left and run.status is RunStatus.ACTIVE else ""
+        rows.append(
+            Text.assemble(
+                ("step ", "dim"),
+                f"{metrics[-1].step}/{max_steps}",
+                ("  mean reward ", "dim"),
+                (f"{values[-1]:.3f}", "bold"),
+                (pace, "dim"),
+            )
+        )
+        rows.append(Text(f"{sparkline(values)}  {values[0]:.2f} → {values[-1]:.2f}", style="magenta"))
+        rows.append(Text(step_line(metrics[-1], max_steps), style="dim"))
+    return Group(*rows)
+
+
+def curve_table(metrics: Sequence[Metric], *, rows: int = 10) -> Table:
+    """The reward curve in about `rows` rows, each the mean of its steps."""
+    table = Table(title="reward over all valid rollouts", title_justify="left")
+    for name in ("steps", "reward", "solved", "rollouts", "without signal", "audit max"):
+        table.add_column(name, justify="right")
+    size = max(1, -(-len(metrics) // rows))
+    for start in range(0, len(metrics), size):
+        part = metrics[start : start + size]
+
+        def mean(key: str, part: Sequence[Metric] = part) -> float:
+            return sum(m.values.get(key, 0.0) for m in part) / len(part)
+
+        table.add_row(
+            f"{part[0].step}-{part[-1].step}",
+            f"{mean('reward_mean'):.3f}",
+            f"{mean('solved'):.3f}",
+            f"{mean('num_generated'):.0f}",
+            f"{mean('dropped_no_signal'):.0f}",
+            f"{max(m.values.get('audit_max', 0.0) for m in part):.1e}",
+        )
+    return table
+
+
+def parameters_table(run: Run) -> Table:
+    """Each parameter with its value and where it came from."""
+    table = Table(title="parameters", title_justify="left")
+    table.add_column("name")
+    table.add_column("value")
+    table.add_column("source", style="dim")
+    for name, value in run.config.items():
+        source = run.sources.get(name, "default")
+        style = "" if source == "default" else "bold"
+        table.add_row(Text(name, style=style), str(value), source)
+    return table
+
+
+def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
+    """The figures of a training run that one quotes; None where the run did not get there."""
+    values = rewards(metrics)
+    stages = {stage.name: stage for stage in run.stages}
+    training = stages.get("SubmitTraining")
+    evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}
+    return {
+        "run_id": run.run_id,
+        "status": run.status.value,
+        "seed": run.config.get("seed"),
+        "steps": metrics[-1].step if metrics else 0,
+        "reward_first": values[0] if values else None,
+        "reward_last10": sum(values[-10:]) / len(values[-10:]) if values else None,
+        "eval_before": evaluations.get("before", {}).get("solved"),
+        "eval_after": evaluations.get("after", {}).get("solved"),
+        "eval": evaluations.get("eval", {}).get("solved"),
+        "train_s": round(_stage_s(training), 1) if training else None,
+        "num_generated": int(sum(m.values.get("num_generated", 0.0) for m in metrics)),
+        "checkpoint": training.result.get("checkpoint") if training else None,
+        "error": run.error,
+    }

@@ -1,0 +1,80 @@
+"""What the terminal shows."""
+
+import pytest
+from rich.console import Console
+
+from turnmill.cli import render
+from turnmill.records import Metric, Run, RunStatus, StageRecord
+
+
+def metric(step: int, reward: float, time: float) -> Metric:
+    return Metric(run_id="r", step=step, time=time, values={"reward_mean": reward, "num_generated": 64.0})
+
+
+def run(**changes: object) -> Run:
+    values: dict[str, object] = {
+        "run_id": "r1",
+        "cause": "cli/x",
+        "status": RunStatus.ACTIVE,
+        "created_at": 0.0,
+        "config": {"max_steps": 20, "seed": 3},
+        "sources": {"max_steps": "--max-steps"},
+        "data_path": "tasks.jsonl",
+    }
+    return Run(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_sparkline_has_one_bar_a_bucket_on_a_fixed_scale() -> None:
+    assert render.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert render.sparkline([0.0] * 50 + [1.0] * 50, width=2) == "▁█"
+    assert render.sparkline([]) == ""
+    assert render.sparkline([-1.0, 9.0]) == "▁█"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.2, "3 s"), (185, "3 min 5 s"), (7440, "2 h 4 min")])
+def test_durations_read_like_text(seconds: float, text: str) -> None:
+    assert render.duration(seconds) == text
+
+
+def test_the_time_left_follows_the_pace_of_the_last_ten_steps() -> None:
+    metrics = [metric(i, 0.1, 100.0 * i) for i in range(1, 5)] + [metric(i, 0.1, 400.0 + i) for i in range(5, 16)]
+    assert render.eta_s(metrics, 20) == pytest.approx(5.0)
+    assert render.eta_s(metrics[:1], 20) is None
+
+
+def test_the_summary_quotes_first_and_last_ten_rewards_and_both_evaluations() -> None:
+    stages = (
+        StageRecord(
+            name="SubmitTraining", state="done", started_at=10.0, ended_at=52.0, result={"checkpoint": "/c", "steps": 12}
+        ),
+        StageRecord(
+            name="Evaluate",
+            state="done",
+            started_at=52.0,
+            ended_at=60.0,
+            result={"before": {"solved": 0.03}, "after": {"solved": 0.5}},
+        ),
+    )
+    figures = render.summary(
+        run(status=RunStatus.SUCCEEDED, stages=stages), [metric(i, i / 100, float(i)) for i in range(1, 13)]
+    )
+    assert figures["reward_first"] == pytest.approx(0.01)
+    assert figures["reward_last10"] == pytest.approx(0.075)
+    assert (figures["eval_before"], figures["eval_after"], figures["train_s"]) == (0.03, 0.5, 42.0)
+    assert (figures["steps"], figures["num_generated"], figures["checkpoint"]) == (12, 768, "/c")
+
+
+def test_the_summary_of_a_run_that_never_trained_has_no_figures() -> None:
+    figures = render.summary(run(status=RunStatus.FAILED, error="bad data"), [])
+    assert figures["reward_first"] is None and figures["train_s"] is None and figures["error"] == "bad data"
+
+
+def test_the_view_names_the_run_its_stages_and_its_curve() -> None:
+    console = Console(width=100)
+    stages = (StageRecord(name="ValidateData", state="done", started_at=0.0, ended_at=2.0),)
+    with console.capture() as capture:
+        console.print(render.live_view(run(stages=stages), [metric(1, 0.0, 1.0), metric(2, 1.0, 2.0)]))
+        console.print(render.parameters_table(run()))
+    text = capture.get()
+    for part in ("r1", "ValidateData 2 s", "step 2/20", "▁█", "--max-steps"):
+        assert part in text

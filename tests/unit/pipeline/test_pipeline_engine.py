@@ -1,0 +1,194 @@
+"""The loop over the stage table: order, history, retries, time-outs, cancelling, and Teardown whatever happens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
+from turnmill.config import Config
+from turnmill.errors import BackendUnavailable, Cancelled, Conflict, InvalidInput, NotFound, StageFailed
+from turnmill.evaluation import BackgroundEvaluations, Evaluation
+from turnmill.pipeline.engine import RunRecord, load_run, walk
+from turnmill.pipeline.stages import STAGES, Done, Handle, Retry, Running, Stage, StageContext, stages_of
+from turnmill.ports import RecordStore
+from turnmill.records import Run, RunKind, RunStatus
+
+
+def new_run(**changes: Any) -> Run:
+    values: dict[str, Any] = {
+        "run_id": "r1",
+        "cause": "cli/x",
+        "status": RunStatus.ACTIVE,
+        "created_at": 1.0,
+        "config": {},
+        "sources": {},
+        "data_path": None,
+    }
+    return Run(**{**values, **changes})
+
+
+@dataclass
+class World:
+    """A context on real ports, and what the stages of a test did."""
+
+    ctx: StageContext
+    runs: RecordStore
+    record: RunRecord
+    log: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async def validate(path: Path) -> dict[str, Any]:
+        return {"path": str(path)}
+
+    async def play(name: str, path: Path) -> Evaluation:
+        raise AssertionError(f"{name}: no test here evaluates")
+
+    runs = open_root_records(tmp_path)
+    ports = open_run(tmp_path, "r1", num_replicas=1)
+    record = await RunRecord.create(runs, new_run())
+    ctx = StageContext(
+        run=record.run,
+        config=Config(),
+        ports=ports,
+        launcher=ProcessLauncher(tmp_path),
+        evaluations=BackgroundEvaluations(play),
+        validate=validate,
+        worker_env={},
+    )
+    yield World(ctx=ctx, runs=runs, record=record)
+    await ctx.launcher.close()
+    ports.close()
+    runs.close()
+
+
+def stage(
+    world: World, name: str, *, polls: int = 0, fail: Exception | None = None, fail_starts: int = 0, **changes: Any
+) -> Stage:
+    """A stage that logs its calls, fails its first `fail_starts` starts (or each poll), and is done after `polls`."""
+    left = {"starts": fail_starts, "polls": polls}
+
+    async def start(ctx: StageContext) -> Handle:
+        world.log.append(f"start {name}")
+        if left["starts"] > 0:
+            left["starts"] -= 1
+            assert fail is not None
+            raise fail
+        return {"of": name}
+
+    async def poll(ctx: StageContext, handle: Handle) -> Running | Done:
+        assert handle == {"of": name}
+        if fail is not None and not fail_starts:
+            raise fail
+        left["polls"] -= 1
+        return Running() if left["polls"] >= 0 else Done(result={"done": name})
+
+    values: dict[str, Any] = {"timeout_s": lambda config: 30.0, "expected_s": 10.0}
+    return Stage(name=name, start=start, poll=poll, **{**values, **changes})
+
+
+async def test_stages_run_in_order_and_the_history_keeps_handles_and_results(world: World) -> None:
+    table = [stage(world, "A", polls=1), stage(world, "B"), stage(world, "T", always=True)]
+    run, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert error is None and run.status is RunStatus.SUCCEEDED and run.ended_at is not None
+    assert world.log == ["start A", "start B", "start T"]
+    stored = await load_run(world.runs, "r1")
+    assert stored == run
+    assert [(s.name, s.state, s.handle, s.result) for s in stored.stages] == [
+        (name, "done", {"of": name}, {"done": name}) for name in ("A", "B", "T")
+    ]
+    assert all(s.ended_at is not None and s.ended_at >= s.started_at for s in stored.stages)
+
+
+async def test_a_failed_stage_skips_the_rest_but_not_teardown(world: World) -> None:
+    bad = InvalidInput("row 3 is bad")
+    table = [stage(world, "A", fail=bad), stage(world, "B"), stage(world, "T", always=True)]
+    run, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert error is bad and run.status is RunStatus.FAILED and run.error == "row 3 is bad"
+    assert world.log == ["start A", "start T"]
+    assert [(s.name, s.state, s.error) for s in run.stages] == [("A", "failed", "row 3 is bad"), ("T", "done", None)]
+
+
+async def test_a_defect_in_a_stage_still_tears_down_and_is_raised(world: World) -> None:
+    table = [stage(world, "A", fail=ZeroDivisionError("x")), stage(world, "T", always=True)]
+    with pytest.raises(ZeroDivisionError):
+        await walk(world.ctx, table, world.record, asyncio.Event())
+    assert world.log == ["start A", "start T"]
+    assert (await load_run(world.runs, "r1")).status is RunStatus.FAILED
+
+
+async def test_transient_errors_are_retried_and_permanent_ones_never(world: World) -> None:
+    quick = Retry(first_delay_s=0.001)
+    busy = BackendUnavailable("busy")
+    table = [stage(world, "A", fail=busy, fail_starts=2, retry=quick)]
+    run, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert error is None and world.log == ["start A"] * 3 and run.stages[0].num_retries == 2
+
+    world.log.clear()
+    permanent = stage(world, "B", fail=InvalidInput("no"), fail_starts=1, retry=quick)
+    _, error = await walk(world.ctx, [permanent], world.record, asyncio.Event())
+    assert isinstance(error, InvalidInput) and world.log == ["start B"]
+
+
+async def test_retries_end(world: World) -> None:
+    quick = Retry(first_delay_s=0.001, max_retries=2)
+    table = [stage(world, "A", fail=BackendUnavailable("busy"), fail_starts=99, retry=quick)]
+    _, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert isinstance(error, BackendUnavailable) and world.log == ["start A"] * 3
+
+
+async def test_a_stage_that_does_not_end_fails_with_its_time_out(world: World) -> None:
+    table = [
+        stage(world, "A", polls=10**6, timeout_s=lambda config: 0.05),
+        stage(world, "T", always=True),
+    ]
+    run, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert isinstance(error, StageFailed) and "A did not end within" in str(error)
+    assert run.status is RunStatus.FAILED and world.log == ["start A", "start T"]
+
+
+async def test_cancelling_ends_the_stage_and_tears_down(world: World) -> None:
+    cancel, started = asyncio.Event(), asyncio.Event()
+
+    async def poll(ctx: StageContext, handle: Handle) -> Running | Done:
+        started.set()
+        return Running()
+
+    endless = replace(stage(world, "A"), poll=poll)
+    table = [endless, stage(world, "B"), stage(world, "T", polls=1, always=True)]
+    walking = asyncio.create_task(walk(world.ctx, table, world.record, cancel))
+    await asyncio.wait_for(started.wait(), 10)
+    cancel.set()
+    run, error = await walking
+    assert isinstance(error, Cancelled) and run.status is RunStatus.CANCELLED
+    assert world.log == ["start A", "start T"] and run.stages[-1].state == "done"
+
+
+async def test_a_run_id_is_taken_once_and_another_writer_is_noticed(world: World) -> None:
+    with pytest.raises(Conflict):
+        await RunRecord.create(world.runs, new_run())
+    stale = RunRecord(world.runs, world.record.run, 1)
+    await world.record.save(new_run(error="first"))
+    with pytest.raises(Conflict, match="another process"):
+        await stale.save(new_run(error="second"))
+    with pytest.raises(NotFound):
+        await load_run(world.runs, "nobody")
+
+
+def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> None:
+    names = [item.name for item in STAGES]
+    assert names == [
+        "ValidateData",
+        "StartGeneration",
+        "StartRewardWorkers",
+        "SubmitTraining",
+        "Evaluate",
+        "Teardown",
+    ]
+    assert [item.name for item in STAGES if item.always] == ["Teardown"]
+    assert [item.name for item in stages_of(RunKind.EVAL)] == [name for name in names if name != "SubmitTraining"]

@@ -1,0 +1,103 @@
+"""Held-out evaluation against a scripted source of rollouts."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from turnmill.errors import NoProgress
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
+from turnmill.records import InvalidReason, Purpose, RolloutRequest, SampleRecord, SampleState, Task
+
+TASKS = [Task(id=f"t{i}", metadata={"prompt": "p"}) for i in range(3)]
+
+
+class ScriptedRollouts:
+    """Ends each requested sample at once: with `reward_of(task, g)`, invalid where that is None."""
+
+    def __init__(self, rewards: dict[str, list[float | None]]) -> None:
+        self.rewards = rewards
+        self.num_requested: dict[str, int] = {}
+        self.waiting: list[SampleRecord] = []
+
+    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
+        ids = []
+        for task, group_id in wanted:
+            g = self.num_requested.get(task.id, 0)
+            self.num_requested[task.id] = g + 1
+            rewards = self.rewards[task.id]
+            self.waiting.append(_sample(task.id, g, group_id, rewards[g % len(rewards)]))
+            ids.append(f"{task.id}_{g}")
+        return ids
+
+    async def ended(self) -> list[SampleRecord]:
+        ended, self.waiting = self.waiting, []
+        return ended
+
+
+def _sample(task_id: str, g: int, group_id: str, reward: float | None) -> SampleRecord:
+    sample_id = f"{task_id}_{g}"
+    return SampleRecord(
+        run_id="r",
+        purpose=Purpose.EVAL,
+        sample_id=sample_id,
+        task_id=task_id,
+        group_id=group_id,
+        state=SampleState.REPORTED if reward is not None else SampleState.INVALID,
+        created_at=0.0,
+        request=RolloutRequest(sample_id=sample_id, timestamp="", max_length=8, rewards={"range": [0, 1]}, data={}),
+        deadline=1.0,
+        reward=reward,
+        metrics={"turns": 2.0 * (g + 1)} if reward is not None else {},
+        reason=None if reward is not None else InvalidReason.ENV_ERROR,
+        detail=None if reward is not None else "boom",
+    )
+
+
+async def test_every_task_is_played_equally_often_and_averaged() -> None:
+    source = ScriptedRollouts({"t0": [1.0], "t1": [0.0], "t2": [1.0, 0.0]})
+    result = await evaluate(TASKS, source, name="after", num_rollouts=5, threshold=1.0)
+    assert source.num_requested == {"t0": 2, "t1": 2, "t2": 2}
+    assert (result.num_tasks, result.num_valid, result.num_invalid) == (3, 6, 0)
+    assert result.solved == pytest.approx(0.5)
+    assert result.reward_mean == pytest.approx(0.5)
+    assert result.metrics == {"turns": pytest.approx(3.0)}
+    assert result.solved_margin == pytest.approx(1.96 * (0.25 / 6) ** 0.5)
+
+
+async def test_an_invalid_rollout_is_played_again_and_never_counts_as_zero() -> None:
+    source = ScriptedRollouts({"t0": [None, 1.0, 1.0], "t1": [1.0], "t2": [1.0]})
+    result = await evaluate(TASKS, source, name="after", num_rollouts=6, threshold=1.0)
+    assert (result.num_valid, result.num_invalid, result.solved) == (6, 1, 1.0)
+
+
+async def test_an_evaluation_that_is_invalid_throughout_stops_with_the_reason() -> None:
+    source = ScriptedRollouts({"t0": [None], "t1": [1.0], "t2": [1.0]})
+    with pytest.raises(NoProgress, match=r"evaluation after: 4 rollouts were invalid.*env_error: boom"):
+        await evaluate(TASKS, source, name="after", num_rollouts=3, threshold=1.0)
+
+
+async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_error() -> None:
+    calls: list[str] = []
+
+    async def play(name: str, path: Path) -> Evaluation:
+        calls.append(name)
+        if name == "bad":
+            raise NoProgress("stuck")
+        source = ScriptedRollouts({"t0": [1.0], "t1": [1.0], "t2": [0.0]})
+        return await evaluate(TASKS, source, name=name, num_rollouts=3, threshold=1.0)
+
+    background = BackgroundEvaluations(play)
+    for _ in range(2):
+        await background.start("good", Path("x"))
+        await background.start("bad", Path("x"))
+    assert background.poll("good") is None
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    result = background.poll("good")
+    assert result is not None and result["num_valid"] == 3
+    with pytest.raises(NoProgress, match="stuck"):
+        background.poll("bad")
+    assert sorted(calls) == ["bad", "good"]
+    await background.close()
