@@ -22,13 +22,15 @@ from typing import Any
 from turnmill import assets
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config, Resolved, from_dict, to_dict
+from turnmill.config.values import suggest
+from turnmill.environment import Environment, load
 from turnmill.errors import DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, load_run, walk
 from turnmill.pipeline.stages import StageContext, stages_of
 from turnmill.ports import RunPorts
-from turnmill.records import RUN_PREFIX, Metric, Purpose, Run, RunKind, RunStatus, decode
+from turnmill.records import RUN_PREFIX, Metric, Purpose, Run, RunKind, RunStatus, Task, decode
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 
@@ -59,19 +61,28 @@ def new_run_id(now: float | None = None) -> str:
 
 def check_order(order: Order) -> None:
     """What can be known before anything is made; raises `InvalidInput`."""
-    folder = assets.model_folder(order.resolved.config.base_model)
+    base_model = order.resolved.config.base_model
+    folder = assets.model_folder(base_model)
     if not (folder / "config.json").is_file():
+        names = assets.shipped_models()
         raise InvalidInput(
-            f"base_model {order.resolved.config.base_model!r} is neither a shipped model "
-            f"({', '.join(assets.shipped_models())}) nor a folder with a Hugging Face model (no config.json in {folder})"
+            f'base_model = "{base_model}" ({order.resolved.sources["base_model"]}) is neither a shipped model '
+            f"({', '.join(names)}) nor a folder with a Hugging Face model (config.json){suggest(base_model, names)}"
         )
     if not any(folder.glob("*.safetensors")):
         raise InvalidInput(f"base_model folder {folder} has no .safetensors file; other weight formats are not loaded")
+    environment = load(order.resolved.config.env, order.resolved.config.env_args)
     for path in (order.data, order.eval_data):
         if path is not None:
-            report = validate(path)
-            if not report.ok:
-                raise DataError(report.summary())
+            for task in read_tasks(path):
+                _check_task(environment, task, path)
+
+
+def _check_task(environment: Environment, task: Task, path: Path) -> None:
+    try:
+        environment.validate(task)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 async def execute(
@@ -246,7 +257,6 @@ def _orphaned(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
     """Knows the proxy only: it opens no queue and no record."""
-    from turnmill.environment import load
     from turnmill.rollout.worker import run_worker
 
     missing = [

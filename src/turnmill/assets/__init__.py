@@ -12,8 +12,9 @@ def shipped_models() -> list[str]:
 
 def model_folder(base_model: str) -> Path:
     """The folder of a shipped model by name, or `base_model` as a path; existence is not checked."""
-    shipped = _HERE / "models" / base_model
-    return shipped if "/" not in base_model and shipped.is_dir() else Path(base_model).expanduser()
+    if base_model in shipped_models():
+        return _HERE / "models" / base_model
+    return Path(base_model).expanduser()
 
 
 def wordle_data(part: str) -> Path:

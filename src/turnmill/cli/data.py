@@ -40,7 +40,9 @@ def _print(report: Report) -> None:
     elif console.is_terminal:
         console.print(_table(report))
         if report.num_problems > len(report.problems):
-            console.print(f"and {report.num_problems - len(report.problems)} more (--max-problems lists them)")
+            console.print(
+                f"and {report.num_problems - len(report.problems)} more (--max-problems lists them)", highlight=False
+            )
     else:
         # One problem a line, for grep and editors.
         click.echo(report.summary(max_lines=len(report.problems)))
@@ -50,22 +52,26 @@ def _print(report: Report) -> None:
 
 def _good(report: Report) -> Text:
     stats = report.stats
-    answers = f", {_count(stats.distinct_answers)} different answers" if "answer" in stats.keys else ""
-    rows = "1 row" if report.num_rows == 1 else f"{report.num_rows} rows"
+    answers = f", {_count(stats.distinct_answers, 'answer')}" if "answer" in stats.keys else ""
     return Text.assemble(
         ("valid: ", "bold green"),
-        f"{report.path}: {rows}, {_count(stats.distinct_prompts)} different prompts{answers}, "
+        f"{report.path}: {_plural(report.num_rows, 'row')}, {_count(stats.distinct_prompts, 'prompt')}{answers}, "
         f"{stats.num_bytes} bytes, SHA-256 {report.digest[:16]}…",
     )
 
 
-def _count(number: int) -> str:
-    return f"{number} or more" if number >= DISTINCT_LIMIT else str(number)
+def _count(number: int, noun: str) -> str:
+    if number >= DISTINCT_LIMIT:
+        return f"{number} or more different {noun}s"
+    return _plural(number, f"different {noun}")
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _table(report: Report) -> Table:
-    many = "1 problem" if report.num_problems == 1 else f"{report.num_problems} problems"
-    table = Table(title=Text(f"{report.path}: {many}"), title_justify="left")
+    table = Table(title=Text(f"{report.path}: {_plural(report.num_problems, 'problem')}"), title_justify="left")
     table.add_column("where", no_wrap=True)
     table.add_column("field", overflow="fold")
     table.add_column("rule", no_wrap=True)
