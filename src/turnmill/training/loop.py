@@ -195,7 +195,7 @@ class _Training:
         num_invalid = self._tally.num_invalid - invalid_before
         self._num_mostly_invalid = self._num_mostly_invalid + 1 if 2 * num_invalid > num_ended else 0
         self._num_empty = 0 if closed.groups else self._num_empty + 1
-        self._tally.num_empty_rounds = self._num_empty
+        self._tally.num_empty_rounds += not closed.groups
         if self._num_mostly_invalid == MAX_INVALID_ROUNDS:
             raise NoProgress(
                 f"more than half of the samples were invalid in {MAX_INVALID_ROUNDS} steps running; in the last one "

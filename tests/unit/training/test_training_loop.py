@@ -1,0 +1,511 @@
+"""The loop over real embedded ports; one small class stands for scheduler, worker and replica."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from turnmill.backends.embedded import open_run
+from turnmill.config import Config
+from turnmill.errors import AuditFailed, Conflict, NoProgress, NotFound, RecordCorrupt
+from turnmill.ports import RunPorts, Write
+from turnmill.records import (
+    Batch,
+    BatchState,
+    Call,
+    DropReason,
+    InvalidReason,
+    Purpose,
+    ReplicaStatus,
+    Run,
+    RunStatus,
+    SampleRecord,
+    SampleState,
+    Task,
+    TrainingStatus,
+    Version,
+    decode,
+    encode,
+    replica_key,
+    sample_key,
+    sample_prefix,
+    training_key,
+)
+from turnmill.training.loop import train
+from turnmill.training.policy import Policy
+from turnmill.training.trainer import Trainer
+
+RUN_ID = "run-1"
+Reward = Callable[[str, int], float | None]
+Builders = tuple[Callable[..., Call], Callable[..., SampleRecord]]
+
+
+def first_of_four(task: str, g: int) -> float:
+    return float(g % 4 == 0)
+
+
+class ScriptedRollouts:
+    """Plays each requested sample at once, two calls long, with a model of its own; the reward follows a rule."""
+
+    def __init__(self, ports: RunPorts, model_folder: Path, builders: Builders, reward: Reward) -> None:
+        self.ports = ports
+        self.reward = reward
+        self.call_of, self.sample_of = builders
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+        self.version = "none"
+        self.fingerprints: dict[str, str] = {}
+        self.ready: list[SampleRecord] = []
+        self.num_requested: dict[str, int] = {}
+
+    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
+        await self.swap()
+        ids = []
+        for task, group_id in wanted:
+            g = self.num_requested.get(task.id, 0)
+            self.num_requested[task.id] = g + 1
+            ids.append(f"{task.id}_{g}")
+            await self.play(ids[-1], group_id, self.reward(task.id, g))
+        return ids
+
+    async def ended(self) -> list[SampleRecord]:
+        ended, self.ready = self.ready, []
+        if not ended:
+            await asyncio.Event().wait()
+        return ended
+
+    async def drop(self, sample_ids: Sequence[str], reason: DropReason) -> None:
+        keys = [sample_key(RUN_ID, Purpose.TRAIN, sample_id) for sample_id in sample_ids]
+        for stored in await self.ports.records.get(keys):
+            assert stored is not None
+            sample = decode(stored.value, SampleRecord)
+            assert sample.state in (SampleState.REQUESTED, SampleState.REPORTED)
+            dropped = replace(sample, state=SampleState.DROPPED, drop_reason=reason)
+            await self.ports.records.write([Write(key=sample.key, value=encode(dropped), expected=stored.version)])
+        self.ready = [sample for sample in self.ready if sample.sample_id not in sample_ids]
+
+    async def swap(self) -> None:
+        """Load the current version and say what is in memory."""
+        current = await self.ports.weights.current()
+        assert current is not None
+        if str(current.version) == self.version:
+            return
+        self.version = str(current.version)
+        self.model.load_state_dict(load_file(Path(current.location) / "model.safetensors"), strict=False)
+        self.fingerprints[self.version] = Policy(self.model).fingerprint()
+        status = ReplicaStatus(
+            run_id=RUN_ID,
+            replica="replica-0",
+            version=current.version,
+            fingerprints=self.fingerprints,
+            updated_at=1.0,
+            pid=1,
+        )
+        await self.put(replica_key(RUN_ID, "replica-0"), status)
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        calls: list[Call] = []
+        ids: list[int] = []
+        for index in range(2):
+            prompt = [2, 300, 6, 4] if index == 0 else [3, 20, 6, 4]
+            ids += prompt
+            seed = int.from_bytes(hashlib.blake2b(f"{sample_id}_{index}".encode(), digest_size=6).digest())
+            sampled, logprobs = self.sample(ids, torch.Generator().manual_seed(seed))
+            ids += sampled
+            parent = calls[-1] if calls else None
+            call = self.call_of(
+                sample_id, index, parent, prompt=prompt, sampled=sampled, logprobs=logprobs, version=self.version
+            )
+            calls.append(call)
+        for call in calls:
+            await self.put(call.key, call)
+        sample = self.sample_of(sample_id, calls, reward, group_id)
+        if reward is None:
+            sample = replace(sample, state=SampleState.INVALID, reason=InvalidReason.ENV_ERROR, detail="it broke")
+        await self.put(sample.key, sample)
+        self.ready.append(sample)
+
+    @torch.no_grad()
+    def sample(self, ids: list[int], generator: torch.Generator) -> tuple[list[int], list[float]]:
+        sampled: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(2):
+            logits_v = self.model(input_ids=torch.tensor([ids + sampled])).logits[0, -1]
+            log_p_v = torch.log_softmax(logits_v, dim=-1)
+            sampled.append(int(torch.multinomial(log_p_v.exp(), 1, generator=generator)))
+            logprobs.append(float(log_p_v[sampled[-1]]))
+        return sampled, logprobs
+
+    async def put(self, key: str, record: object) -> None:
+        await self.ports.records.write([Write(key=key, value=encode(record), expected=None)])
+
+
+class Bench:
+    """A run with its ports, and one call that trains it."""
+
+    def __init__(self, ports: RunPorts, config: Config, tasks: list[Task], trainer: Trainer, folder: Path) -> None:
+        self.ports = ports
+        self.config = config
+        self.tasks = tasks
+        self.trainer = trainer
+        self.folder = folder
+        self.stop = asyncio.Event()
+
+    async def train(self, rollouts: ScriptedRollouts, **changes: Any) -> None:
+        run = Run(
+            run_id=RUN_ID,
+            cause="test",
+            status=RunStatus.ACTIVE,
+            created_at=1.0,
+            config={},
+            sources={},
+            data_path="tasks.jsonl",
+        )
+        await train(
+            self.ports,
+            run=run,
+            config=replace(self.config, **changes),
+            tasks=self.tasks,
+            rollouts=rollouts,
+            trainer=self.trainer,
+            folder=self.folder,
+            stop=self.stop,
+        )
+
+    async def status(self) -> TrainingStatus:
+        (stored,) = await self.ports.records.get([training_key(RUN_ID)])
+        assert stored is not None
+        return decode(stored.value, TrainingStatus)
+
+    async def batches(self) -> list[Batch]:
+        return [decode(s.value, Batch) for s in await self.ports.records.scan(f"batches/{RUN_ID}/")]
+
+    async def samples(self) -> list[SampleRecord]:
+        found = await self.ports.records.scan(sample_prefix(RUN_ID, Purpose.TRAIN))
+        return [decode(stored.value, SampleRecord) for stored in found]
+
+
+@pytest.fixture
+def builders(call_of: Callable[..., Call], sample_of: Callable[..., SampleRecord]) -> Builders:
+    return call_of, sample_of
+
+
+@pytest.fixture
+async def bench(
+    tmp_path: Path, small_config: Config, tasks: list[Task], trainer_of: Callable[[Config], Trainer]
+) -> AsyncIterator[Bench]:
+    ports = open_run(tmp_path / "root", RUN_ID, num_replicas=1)
+    yield Bench(ports, small_config, tasks, trainer_of(small_config), tmp_path / "checkpoints")
+    ports.close()
+
+
+@pytest.fixture
+def rollouts(bench: Bench, tiny_model: Path, builders: Builders) -> ScriptedRollouts:
+    return ScriptedRollouts(bench.ports, tiny_model, builders, first_of_four)
+
+
+async def test_a_run_trains_its_steps_and_accounts_for_every_sample(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    rollouts.reward = lambda task, g: 0.0 if task == "t1" else None if (task, g) == ("t2", 0) else float(g % 3 == 1)
+    await bench.train(rollouts)
+    status = await bench.status()
+    assert (status.state, status.step, status.incarnation) == ("succeeded", 3, 1)
+    assert status.version == Version(incarnation=1, n=3)
+    batches = await bench.batches()
+    assert [(b.step, b.state, str(b.version)) for b in batches] == [
+        (step, BatchState.APPLIED, f"1.{step}") for step in (1, 2, 3)
+    ]
+    assert batches[0].groups == (("t0_0", "t0_1", "t0_2", "t0_3"), ("t2_1", "t2_2", "t2_3", "t2_4"))
+    samples = {sample.sample_id: sample for sample in await bench.samples()}
+    for batch in batches:
+        for sample_id in batch.sample_ids:
+            sample = samples.pop(sample_id)
+            assert (sample.state, sample.step) == (SampleState.TRAINED, batch.step)
+    assert samples.pop("t2_0").state is SampleState.INVALID
+    assert {samples.pop(f"t1_{g}").drop_reason for g in range(4)} == {DropReason.NO_SIGNAL}
+    assert {sample.drop_reason for sample in samples.values()} <= {DropReason.SURPLUS}
+    assert len({b.digest for b in batches}) == 3
+
+
+async def test_versions_are_published_pointed_to_and_pruned(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    await bench.train(rollouts)
+    current = await bench.ports.weights.current()
+    assert current is not None and str(current.version) == "1.3"
+    assert current.digest == bench.trainer.fingerprint() == (await bench.batches())[-1].digest
+    for text in ("0.0", "1.2"):
+        await bench.ports.weights.get(Version.parse(text))
+    with pytest.raises(NotFound):
+        await bench.ports.weights.get(Version(incarnation=1, n=1))
+    assert list(rollouts.fingerprints) == ["0.0", "1.1", "1.2"]
+
+
+async def test_the_final_checkpoint_holds_the_last_version(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    await bench.train(rollouts)
+    status = await bench.status()
+    assert status.checkpoint == str(bench.folder / "final")
+    model = AutoModelForCausalLM.from_pretrained(status.checkpoint)
+    assert Policy(model).fingerprint() == bench.trainer.fingerprint()
+
+
+async def test_each_step_has_its_metric_over_everything_that_was_played(
+    bench: Bench, rollouts: ScriptedRollouts
+) -> None:
+    rollouts.reward = lambda task, g: 0.0 if task == "t1" else None if (task, g) == ("t2", 0) else float(g % 3 == 1)
+    await bench.train(rollouts)
+    metrics = await bench.ports.metrics.read(RUN_ID)
+    assert [metric.step for metric in metrics] == [1, 2, 3]
+    first = metrics[0].values
+    assert first["num_trained"] == 8 and first["num_invalid"] == 1
+    assert first["dropped_no_signal"] == 4
+    assert first["num_generated"] == 12 + first["dropped_surplus"]
+    assert first["reward_min"] == 0.0 and first["reward_max"] == 1.0
+    assert first["response_length_mean"] == 4 and first["conversation_length_mean"] == 12
+    assert first["turns_mean"] == 2 and first["staleness"] == 0 and first["num_rows"] == 8
+    assert first["audit_max"] < 1e-4
+    expected = {"reward_mean", "solved", "invalid_share", "dropped_share", "loss", "clip_fraction", "kl", "entropy"}
+    expected |= {"grad_norm", "lr", "generate_s", "wait_s", "train_s", "publish_s", "tokens_per_s", "audit_mean"}
+    assert expected <= first.keys()
+
+
+async def test_equal_rewards_give_equal_weights(
+    bench: Bench, rollouts: ScriptedRollouts, tmp_path: Path, tiny_model: Path, builders: Builders
+) -> None:
+    await bench.train(rollouts)
+    ports = open_run(tmp_path / "again", RUN_ID, num_replicas=1)
+    try:
+        trainer = Trainer(tiny_model, bench.config)
+        again = Bench(ports, bench.config, bench.tasks, trainer, tmp_path / "again" / "checkpoints")
+        await again.train(ScriptedRollouts(ports, tiny_model, builders, first_of_four))
+        assert await again.batches() == await bench.batches()
+    finally:
+        ports.close()
+
+
+class Corrupting(ScriptedRollouts):
+    """Alters one stored record of a sample after it was reported."""
+
+    alter: Callable[[SampleRecord, Call], SampleRecord | Call]
+
+    async def ended(self) -> list[SampleRecord]:
+        ended = await super().ended()
+        for sample in ended:
+            if sample.sample_id == "t0_2":
+                (stored,) = await self.ports.records.get([f"calls/{RUN_ID}/train/t0_2/t0_2_0"])
+                assert stored is not None
+                altered = self.alter(sample, decode(stored.value, Call))
+                await self.put(sample.key if isinstance(altered, SampleRecord) else stored.key, altered)
+        return ended
+
+
+@pytest.mark.parametrize(
+    ("field", "alter"),
+    [
+        ("digest", lambda _, call: replace(call, loss_mask=[0, 0, 0, 1, 1, 1])),
+        ("digest", lambda _, call: replace(call, token_ids=[*call.token_ids[:-1], 77])),
+        ("parent_digest", lambda _, call: replace(call, token_ids=[*call.token_ids[:-1], 77]).sealed()),
+        ("report_digest", lambda sample, _: replace(sample, reward=1.0)),
+        ("key", lambda sample, _: replace(sample, sample_id="t0_3")),
+        ("calls", lambda sample, _: replace(sample, calls=sample.calls[:1], report_digest=None)),
+    ],
+)
+async def test_an_altered_record_stops_the_run_with_evidence(
+    bench: Bench,
+    tiny_model: Path,
+    builders: Builders,
+    field: str,
+    alter: Callable[[SampleRecord, Call], SampleRecord | Call],
+) -> None:
+    rollouts = Corrupting(bench.ports, tiny_model, builders, first_of_four)
+    rollouts.alter = alter
+    before = bench.trainer.fingerprint()
+    with pytest.raises(RecordCorrupt, match=r"t0_2.*expected"):
+        await bench.train(rollouts)
+    status = await bench.status()
+    assert status.state == "failed" and status.error is not None
+    assert "RecordCorrupt" in status.error and "t0_2" in status.error
+    assert [batch.state for batch in await bench.batches()] == [BatchState.RECORDED]
+    assert bench.trainer.fingerprint() == before
+
+
+class Lying(ScriptedRollouts):
+    """Says that its memory holds other weights than the trainer's."""
+
+    async def put(self, key: str, record: object) -> None:
+        if isinstance(record, ReplicaStatus):
+            record = replace(record, fingerprints=dict.fromkeys(record.fingerprints, "0" * 32))
+        await super().put(key, record)
+
+
+async def test_a_wrong_fingerprint_stops_the_run(bench: Bench, tiny_model: Path, builders: Builders) -> None:
+    with pytest.raises(AuditFailed, match=r"replica-0 serves version 0\.0 with fingerprint 0000"):
+        await bench.train(Lying(bench.ports, tiny_model, builders, first_of_four))
+    assert (await bench.status()).state == "failed"
+
+
+class Frozen(ScriptedRollouts):
+    """Never loads a new version, but says that it does."""
+
+    async def swap(self) -> None:
+        current = await self.ports.weights.current()
+        assert current is not None
+        base = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        await super().swap()
+        if current.version.n:
+            self.model.load_state_dict(base)
+            self.fingerprints[self.version] = Policy(self.model).fingerprint()
+            status = ReplicaStatus(
+                run_id=RUN_ID,
+                replica="replica-0",
+                version=current.version,
+                fingerprints=self.fingerprints,
+                updated_at=1.0,
+                pid=1,
+            )
+            await self.put(replica_key(RUN_ID, "replica-0"), status)
+
+
+async def test_a_replica_that_keeps_old_weights_stops_the_run(
+    bench: Bench, tiny_model: Path, builders: Builders
+) -> None:
+    with pytest.raises(AuditFailed, match=r"still the weights of 0\.0"):
+        await bench.train(Frozen(bench.ports, tiny_model, builders, first_of_four))
+    assert (await bench.status()).step == 1
+
+
+class Damaged(ScriptedRollouts):
+    """Its memory changes after it said what it holds."""
+
+    async def swap(self) -> None:
+        await super().swap()
+        with torch.no_grad():
+            self.model.model.layers[0].mlp.down_proj.weight[0, 0] += 1.0
+
+
+async def test_weights_damaged_in_the_replicas_memory_stop_the_run(
+    bench: Bench, tiny_model: Path, builders: Builders
+) -> None:
+    with pytest.raises(AuditFailed, match=r"disagree over 32 tokens.*worst: samples/run-1/train/t"):
+        await bench.train(Damaged(bench.ports, tiny_model, builders, first_of_four))
+    assert [batch.state for batch in await bench.batches()] == [BatchState.RECORDED]
+    current = await bench.ports.weights.current()
+    assert current is not None and str(current.version) == "0.0"
+
+
+class Late(ScriptedRollouts):
+    """The first sample of the second step was sampled by the weights before it."""
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        version = self.version
+        if sample_id == "t2_0":
+            self.version = "0.0"
+        await super().play(sample_id, group_id, reward)
+        self.version = version
+
+
+async def test_a_stale_sample_is_dropped_and_sampled_anew(bench: Bench, tiny_model: Path, builders: Builders) -> None:
+    await bench.train(Late(bench.ports, tiny_model, builders, lambda _, g: float(g % 2)), max_steps=2)
+    samples = {sample.sample_id: sample for sample in await bench.samples()}
+    assert samples["t2_0"].drop_reason is DropReason.STALE
+    assert (await bench.batches())[1].groups[0] == ("t2_1", "t2_2", "t2_3", "t2_4")
+    assert (await bench.ports.metrics.read(RUN_ID))[1].values["staleness"] == 1
+
+
+async def test_ten_steps_without_signal_stop_the_run_with_a_diagnosis(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    rollouts.reward = lambda task, g: 0.25
+    with pytest.raises(NoProgress, match=r"10 steps in a row .* 240 valid rollouts .* mean 0\.25"):
+        await bench.train(rollouts)
+    assert {sample.drop_reason for sample in await bench.samples()} == {DropReason.NO_SIGNAL}
+    assert await bench.batches() == []
+
+
+async def test_steps_without_signal_are_counted_in_the_metric_of_the_next_one(
+    bench: Bench, rollouts: ScriptedRollouts
+) -> None:
+    rollouts.reward = lambda task, g: float(g % 4 == 0) if int(task[1:]) >= 12 else 0.0
+    await bench.train(rollouts, max_steps=1)
+    (metric,) = await bench.ports.metrics.read(RUN_ID)
+    assert metric.values["num_empty_rounds"] == 2
+    assert metric.values["num_generated"] == 12 * 4 + 8
+
+
+async def test_three_steps_of_mostly_invalid_samples_stop_the_run(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    rollouts.reward = lambda task, g: [None, None, 1.0, None, 0.0, None][g % 6]
+    with pytest.raises(NoProgress, match=r"invalid in 3 steps running.*env_error: it broke"):
+        await bench.train(rollouts, number_generation=2, global_batch_size=4, max_steps=10)
+    assert (await bench.status()).state == "failed"
+
+
+class Hanging(ScriptedRollouts):
+    """From the second step on, samples never end."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.hangs = asyncio.Event()
+        self.after = "1.1"
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        await super().play(sample_id, group_id, reward)
+        if self.version == self.after:
+            self.ready.clear()
+            self.hangs.set()
+
+
+@pytest.mark.parametrize(("after", "step"), [("0.0", 0), ("1.1", 1)])
+async def test_stopping_drops_what_is_open_and_keeps_what_was_learned(
+    bench: Bench, tiny_model: Path, builders: Builders, after: str, step: int
+) -> None:
+    rollouts = Hanging(bench.ports, tiny_model, builders, first_of_four)
+    rollouts.after = after
+    training = asyncio.create_task(bench.train(rollouts))
+    await rollouts.hangs.wait()
+    bench.stop.set()
+    await training
+    status = await bench.status()
+    assert (status.state, status.step) == ("cancelled", step)
+    assert (status.checkpoint is not None) == (step > 0) == (bench.folder / "final").exists()
+    states = [sample.state for sample in await bench.samples()]
+    assert set(states) <= {SampleState.TRAINED, SampleState.DROPPED}
+    reasons = [sample.drop_reason for sample in await bench.samples()]
+    assert reasons.count(DropReason.CANCELLED) == 8
+
+
+async def test_a_run_that_was_stopped_before_it_began_asks_for_nothing(
+    bench: Bench, rollouts: ScriptedRollouts
+) -> None:
+    bench.stop.set()
+    await bench.train(rollouts)
+    assert (await bench.status()).state == "cancelled"
+    assert await bench.samples() == []
+
+
+async def test_a_run_with_batches_is_not_trained_a_second_time(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    await bench.train(rollouts, max_steps=1)
+    with pytest.raises(Conflict, match="trained already"):
+        await bench.train(rollouts)
+    assert (await bench.status()).state == "succeeded"
+
+
+async def test_each_trainer_process_is_the_next_incarnation(bench: Bench, rollouts: ScriptedRollouts) -> None:
+    bench.stop.set()
+    await bench.train(rollouts)
+    bench.stop.clear()
+    await bench.train(rollouts, max_steps=1)
+    status = await bench.status()
+    assert (status.incarnation, str(status.version)) == (2, "2.1")
+
+
+async def test_a_second_trainer_of_the_run_fences_the_first(bench: Bench, tiny_model: Path, builders: Builders) -> None:
+    rollouts = Hanging(bench.ports, tiny_model, builders, first_of_four)
+    rollouts.after = "0.0"
+    training = asyncio.create_task(bench.train(rollouts))
+    await rollouts.hangs.wait()
+    await rollouts.put(training_key(RUN_ID), replace(await bench.status(), incarnation=2))
+    bench.stop.set()
+    with pytest.raises(Conflict, match="another process wrote it"):
+        await training
+    assert (await bench.status()).incarnation == 2

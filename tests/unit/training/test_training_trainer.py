@@ -1,0 +1,347 @@
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+
+from turnmill.config import Config
+from turnmill.errors import AuditFailed, InvalidInput, NoProgress
+from turnmill.training.policy import Policy
+from turnmill.training.samples import Row, Span, TrainingSample
+from turnmill.training.trainer import Trainer, learning_rate, pack
+
+Trainers = Callable[[Config], Trainer]
+
+
+def make_row(trainer: Trainer, seed: int, *, num_turns: int = 3, temperature: float = 1.0) -> Row:
+    """A random conversation with the log-probs that a plain forward pass of the model gives."""
+    random = np.random.default_rng(seed)
+    token_ids, mask = [int(x) for x in random.integers(7, 500, size=5)], [0] * 5
+    for turn in range(num_turns):
+        size = 0 if turn == num_turns - 1 else 4
+        token_ids += [int(x) for x in random.integers(7, 500, size=2 + size)]
+        mask += [1, 1] + [0] * size
+    with torch.no_grad():
+        logits_tv = trainer.policy.model(input_ids=torch.tensor([token_ids])).logits[0].double()
+    log_p_tv = torch.log_softmax(logits_tv / temperature, dim=-1)
+    return Row(
+        key=f"samples/run-1/train/s{seed}",
+        token_ids=token_ids,
+        loss_mask=mask,
+        logprobs=[float(log_p_tv[t - 1, token]) if mask[t] else 0.0 for t, token in enumerate(token_ids)],
+        temperatures=[temperature if m else 1.0 for m in mask],
+        spans=(Span(call_id=f"s{seed}_0", start=0, end=len(token_ids), version="0.0"),),
+    )
+
+
+def make_groups(trainer: Trainer, *, temperature: float = 1.0) -> list[list[TrainingSample]]:
+    """Two groups of four; the first of each wins."""
+    return [
+        [
+            TrainingSample(
+                key=f"s{4 * g + s}",
+                reward=float(s == 0),
+                rows=(make_row(trainer, 4 * g + s, num_turns=1 + (g + s) % 4, temperature=temperature),),
+            )
+            for s in range(4)
+        ]
+        for g in range(2)
+    ]
+
+
+def change_rows(groups: Sequence[Sequence[TrainingSample]], change: Callable[[Row], Row]) -> list[list[TrainingSample]]:
+    return [[replace(s, rows=tuple(change(row) for row in s.rows)) for s in group] for group in groups]
+
+
+def gradients(trainer: Trainer, groups: Sequence[Sequence[TrainingSample]]) -> list[torch.Tensor]:
+    """What the step would have applied, seen through plain gradient descent."""
+    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)  # type: ignore[assignment]
+    lr = trainer.step(groups).lr
+    return [(old - new.detach()) / lr for old, new in zip(before, trainer.policy.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_step_on_what_the_weights_sampled_passes_the_audit(
+    trainer_of: Trainers, small_config: Config, temperature: float
+) -> None:
+    trainer = trainer_of(small_config)
+    before = trainer.fingerprint()
+    result = trainer.step(make_groups(trainer, temperature=temperature))
+    assert result.audit_mean < 1e-5 and result.audit_max < 1e-4
+    assert result.kl < 1e-8 and result.clip_fraction == 0
+    assert result.num_rows == 8 and result.num_tokens == 40
+    assert result.entropy > 0 and math.isfinite(result.grad_norm)
+    assert trainer.fingerprint() != before
+    assert trainer.num_steps == 1
+
+
+def test_the_step_is_the_gradient_of_the_loss_written_down_plainly(trainer_of: Trainers, small_config: Config) -> None:
+    config = replace(small_config, grad_clip=1e9)
+    trainer = trainer_of(config)
+    groups = make_groups(trainer)
+    model = AutoModelForCausalLM.from_pretrained(trainer.base_model, dtype=torch.float32)
+    # On policy the ratio is 1, so the gradient is that of -sum(A log p) / tokens; one winner of four: A = 1.5, -0.5.
+    total = torch.zeros(())
+    for sample in (s for group in groups for s in group):
+        advantage = (sample.reward - 0.25) / 0.5001
+        (row,) = sample.rows
+        log_p = torch.log_softmax(model(input_ids=torch.tensor([row.token_ids])).logits[0], dim=-1)
+        for t in range(1, len(row.token_ids)):
+            if row.loss_mask[t]:
+                total = total - advantage * log_p[t - 1, row.token_ids[t]] / 40
+    total.backward()  # type: ignore[no-untyped-call]
+    expected = [p.grad for p in model.parameters()]
+    for mine, plain in zip(gradients(trainer, groups), expected, strict=True):
+        assert plain is not None
+        torch.testing.assert_close(mine, plain, rtol=1e-3, atol=2e-4)
+
+
+def test_micro_batches_do_not_change_the_step(trainer_of: Trainers, small_config: Config) -> None:
+    results = []
+    for budget in (8, 60, 100000):
+        trainer = trainer_of(replace(small_config, micro_batch_tokens=budget, ent_coeff=0.01, kl_coeff=0.1))
+        groups = make_groups(trainer)
+        results.append((trainer.step(groups), [p.detach().clone() for p in trainer.policy.parameters()]))
+    for result, parameters in results[1:]:
+        assert result.loss == pytest.approx(results[0][0].loss, abs=1e-6)
+        assert result.entropy == pytest.approx(results[0][0].entropy, rel=1e-5)
+        assert result.grad_norm == pytest.approx(results[0][0].grad_norm, rel=1e-4)
+        for mine, first in zip(parameters, results[0][1], strict=True):
+            assert (mine - first).abs().mean() < 1e-5
+
+
+def test_equal_seeds_and_batches_give_equal_weights(trainer_of: Trainers, small_config: Config) -> None:
+    prints = []
+    for _ in range(2):
+        trainer = trainer_of(small_config)
+        trainer.step(make_groups(trainer))
+        prints.append(trainer.fingerprint())
+    assert prints[0] == prints[1]
+
+
+def test_masked_tokens_and_rows_contribute_nothing(trainer_of: Trainers, small_config: Config) -> None:
+    def with_noise(row: Row) -> Row:
+        """Another row of context only, and other values where the mask is 0."""
+        return replace(row, logprobs=[lp if m else -9.0 for lp, m in zip(row.logprobs, row.loss_mask, strict=True)])
+
+    def context_only(row: Row) -> Row:
+        return replace(row, loss_mask=[0] * len(row.loss_mask))
+
+    plain, noisy = trainer_of(small_config), trainer_of(small_config)
+    groups = make_groups(plain)
+    extended = [
+        [replace(s, rows=(*s.rows, context_only(s.rows[0]))) for s in group]
+        for group in change_rows(groups, with_noise)
+    ]
+    plain.step(groups)
+    noisy.step(extended)
+    assert plain.fingerprint() == noisy.fingerprint()
+
+
+def test_one_perturbed_weight_fails_the_audit_and_changes_nothing(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+    groups = make_groups(trainer)
+    with torch.no_grad():
+        trainer.policy.model.model.layers[0].mlp.down_proj.weight[3, 5] += 1.0
+    before = trainer.fingerprint()
+    with pytest.raises(
+        AuditFailed, match=r"worst: samples/run-1/train/s\d, call s\d_0 .* position .* trainer .* sampler"
+    ):
+        trainer.step(groups)
+    assert trainer.fingerprint() == before
+    assert trainer.num_steps == 0 and not trainer.optimizer.state
+
+
+@pytest.mark.parametrize("offset", [0.01, math.nan])
+def test_one_wrong_logprob_fails_the_audit_and_is_named(
+    trainer_of: Trainers, small_config: Config, offset: float
+) -> None:
+    trainer = trainer_of(small_config)
+
+    def change(row: Row) -> Row:
+        if not row.key.endswith("s6"):
+            return row
+        return replace(row, logprobs=[*row.logprobs[:-1], row.logprobs[-1] + offset])
+
+    with pytest.raises(AuditFailed, match="worst: samples/run-1/train/s6"):
+        trainer.step(change_rows(make_groups(trainer), change))
+
+
+def test_one_token_id_other_than_the_sampled_fails_the_audit(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+
+    def change(row: Row) -> Row:
+        return replace(row, token_ids=[*row.token_ids[:-1], 501]) if row.key.endswith("s2") else row
+
+    with pytest.raises(AuditFailed, match="train/s2"):
+        trainer.step(change_rows(make_groups(trainer), change))
+
+
+def test_weights_that_are_no_numbers_stop_the_training(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+    groups = make_groups(trainer)
+    with torch.no_grad():
+        trainer.policy.model.model.norm.weight[0] = math.nan
+    with pytest.raises(AuditFailed):
+        trainer.step(groups)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_training(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+    groups = [[replace(s, reward=s.reward * 1e300) for s in group] for group in make_groups(trainer)]
+    groups[0][0] = replace(groups[0][0], reward=math.inf)
+    before = trainer.fingerprint()
+    with pytest.raises(NoProgress, match="not finite"):
+        trainer.step(groups)
+    assert trainer.fingerprint() == before
+
+
+def test_a_batch_without_a_trained_token_is_an_error(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+    empty = [[TrainingSample(key=f"s{s}", reward=float(s == 0), rows=()) for s in range(4)]]
+    with pytest.raises(NoProgress, match="no token to train"):
+        trainer.step(empty)
+
+
+def test_the_kl_term_pulls_back_to_the_base_model(trainer_of: Trainers, small_config: Config) -> None:
+    config = replace(small_config, kl_coeff=5.0, lr=1e-3, audit_max_tolerance=1e9, audit_mean_tolerance=1e9)
+    trainer = trainer_of(config)
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    kl: list[float] = []
+    for _ in range(8):
+        groups = [[replace(s, reward=0.0) for s in group] for group in make_groups(trainer)]
+        kl_reference = trainer.step(groups).kl_reference
+        assert kl_reference is not None
+        kl.append(kl_reference)
+    assert kl[0] > 1e-3 and kl[-1] < 0.7 * kl[0]
+
+
+def test_the_entropy_bonus_raises_entropy(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(replace(small_config, ent_coeff=1.0))
+    entropies = []
+    for _ in range(5):
+        groups = [[replace(s, reward=0.0) for s in group] for group in make_groups(trainer)]
+        entropies.append(trainer.step(groups).entropy)
+    assert entropies[-1] > entropies[0]
+
+
+def test_logits_at_selected_positions_are_the_models_logits(tiny_model: Path) -> None:
+    policy = Policy.load(tiny_model)
+    assert policy.has_plain_head
+    ids_bt = torch.randint(7, 500, (3, 9), generator=torch.Generator().manual_seed(0))
+    rows_n, positions_n = torch.tensor([0, 0, 2]), torch.tensor([1, 8, 4])
+    with torch.no_grad():
+        selected_nv = policy.logits(ids_bt, rows_n, positions_n)
+        full_btv = policy.model(input_ids=ids_bt).logits
+    torch.testing.assert_close(selected_nv, full_btv[rows_n, positions_n])
+
+
+def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+    )
+    policy = Policy(GraniteForCausalLM(config))
+    assert not policy.has_plain_head
+    ids_bt = torch.arange(10)[None, :]
+    with torch.no_grad():
+        selected_nv = policy.logits(ids_bt, torch.tensor([0]), torch.tensor([7]))
+        torch.testing.assert_close(selected_nv, policy.model(input_ids=ids_bt).logits[0, 7:8])
+
+
+def test_right_padding_does_not_change_the_logits_of_real_tokens(tiny_model: Path) -> None:
+    policy = Policy.load(tiny_model)
+    long = torch.randint(7, 500, (1, 30), generator=torch.Generator().manual_seed(0))
+    ids_bt = torch.cat([long, torch.cat([long[:, 5:12], torch.zeros(1, 23, dtype=torch.long)], dim=1)])
+    with torch.no_grad():
+        padded = policy.logits(ids_bt, torch.full((7,), 1), torch.arange(7))
+        alone = policy.model(input_ids=long[:, 5:12]).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_weights_hold_each_parameter_once_and_the_fingerprint_tells_one_bit(
+    trainer_of: Trainers, small_config: Config, tmp_path: Path
+) -> None:
+    trainer = trainer_of(small_config)
+    trainer.save_weights(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in saved, "tied to the embedding"
+    model = AutoModelForCausalLM.from_pretrained(trainer.base_model, dtype=torch.float32)
+    model.load_state_dict(saved, strict=False)
+    assert Policy(model).fingerprint() == trainer.fingerprint()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nextafter(model.model.norm.weight[0], torch.tensor(9.0))
+    assert Policy(model).fingerprint() != trainer.fingerprint()
+
+
+def test_the_fingerprint_of_half_precision_weights_is_of_their_bytes(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    assert len(Policy(model).fingerprint()) == 32
+
+
+def test_the_checkpoint_loads_as_a_hugging_face_model(
+    trainer_of: Trainers, small_config: Config, tmp_path: Path
+) -> None:
+    trainer = trainer_of(small_config)
+    trainer.step(make_groups(trainer))
+    trainer.save_pretrained(tmp_path)
+    assert Policy(AutoModelForCausalLM.from_pretrained(tmp_path)).fingerprint() == trainer.fingerprint()
+    ours, base = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path, trainer.base_model))
+    talk = [{"role": "user", "content": "Guess the five-letter word."}]
+    assert ours.apply_chat_template(talk, tokenize=False) == base.apply_chat_template(talk, tokenize=False)
+    assert ours.encode("hello") == base.encode("hello")
+    assert (tmp_path / "recipe.toml").read_bytes() == (trainer.base_model / "recipe.toml").read_bytes()
+    assert Trainer(tmp_path, small_config).fingerprint() == trainer.fingerprint()
+
+
+def test_a_folder_that_is_no_model_is_an_error_of_the_user(small_config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="can't be loaded"):
+        Trainer(tmp_path, small_config)
+
+
+def test_rows_are_packed_longest_first_under_the_budget() -> None:
+    assert pack([3, 9, 5, 9], 18) == [(1, 3), (2, 0)]
+    assert pack([50, 2], 10) == [(0,), (1,)]
+    assert pack([], 10) == []
+    assert pack([4] * 5, 8) == [(0, 1), (2, 3), (4,)]
+
+
+def test_packing_keeps_padding_low_and_every_row_once() -> None:
+    random = np.random.default_rng(0)
+    lengths = [int(x) for x in random.integers(20, 500, size=200)]
+    batches = pack(lengths, 16384)
+    assert sorted(i for batch in batches for i in batch) == list(range(200))
+    positions = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
+    assert max(positions) <= 16384
+    assert sum(positions) < 1.25 * sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25, 0.1]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule: str, expected: list[float]) -> None:
+    config = Config(lr=1.0, min_lr=0.1, warmup_steps=2, max_steps=6, lr_schedule=schedule)
+    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)
+
+
+def test_the_learning_rate_of_a_single_step_is_the_peak() -> None:
+    assert learning_rate(Config(lr=0.5, max_steps=1, lr_schedule="cosine"), 1) == 0.5
