@@ -1,0 +1,62 @@
+"""The embedded backend: everything in one folder of this machine, in files, SQLite and child processes.
+
+    ROOT/records/                        the deployment's records
+    ROOT/runs/<run>/records/<kind>.db    the run's records
+                    queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it
+                    blobs/  weights/  logs/  checkpoints/  metrics.jsonl
+
+Survives SIGKILL of any process. Opening creates nothing: files come with the first write.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from turnmill.backends.embedded.blobs import FolderBlobStore
+from turnmill.backends.embedded.launcher import ProcessLauncher
+from turnmill.backends.embedded.metrics import JsonlMetricSink
+from turnmill.backends.embedded.queue import SqliteQueue
+from turnmill.backends.embedded.records import SqliteRecordStore
+from turnmill.backends.embedded.weights import FolderWeightStore
+from turnmill.errors import InvalidInput
+from turnmill.ports import RunPorts
+
+__all__ = ["ProcessLauncher", "open_root_records", "open_run"]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def open_root_records(root: Path) -> SqliteRecordStore:
+    """The deployment's records (`runs/...`); close it."""
+    return SqliteRecordStore(root.absolute() / "records")
+
+
+def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
+    """The ports of one run, with `num_replicas` generate_request queues; raises `InvalidInput` for a bad run id."""
+    if _RUN_ID.fullmatch(run_id) is None:
+        raise InvalidInput(f"run id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
+    folder = root.absolute() / "runs" / run_id
+    runs = open_root_records(root)
+    records = SqliteRecordStore(folder / "records")
+    names = ["rollout_request", "rollout_response", "generate_response"]
+    names += [f"generate_request-{index}" for index in range(num_replicas)]
+    queues = {name: SqliteQueue(folder / "queues" / f"{name}.db") for name in names}
+    closers: list[Callable[[], None]] = [queue.close for queue in queues.values()] + [records.close, runs.close]
+    return RunPorts(
+        runs=runs,
+        records=records,
+        blobs=FolderBlobStore(folder / "blobs"),
+        weights=FolderWeightStore(folder / "weights"),
+        metrics=JsonlMetricSink(folder / "metrics.jsonl"),
+        rollout_request=queues["rollout_request"],
+        rollout_response=queues["rollout_response"],
+        generate_request=[queues[f"generate_request-{index}"] for index in range(num_replicas)],
+        generate_response=queues["generate_response"],
+        close=partial(_close_all, closers),
+    )
+
+
+def _close_all(closers: list[Callable[[], None]]) -> None:
+    for close in closers:
+        close()

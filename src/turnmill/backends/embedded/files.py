@@ -1,0 +1,49 @@
+"""Files that appear whole: write aside, flush to disk, rename; and their errors in the words of the ports."""
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from turnmill.errors import BackendUnavailable, NotFound
+
+
+@contextlib.contextmanager
+def disk(path: Path) -> Iterator[None]:
+    """Turns an `OSError` about `path` into `NotFound` (no such file) or `BackendUnavailable`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} does not exist") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BackendUnavailable(f"{path} can't be written: the disk is full; free some space") from error
+        raise BackendUnavailable(f"{path} can't be used: {error}") from error
+
+
+def write_atomically(path: Path, *parts: bytes) -> None:
+    """Replace the content of `path`: a reader, also after a crash, sees the old or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.parent / f".{uuid.uuid4().hex}.tmp"
+    try:
+        with aside.open("xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,285 @@
+"""A queue in one SQLite file: FIFO per group, leases with receipts, deduplication, dead letters.
+
+    send -> WAITING (behind its group) -> READY (head of its group) -> HIDDEN (leased or delayed) -> gone | dead
+                                             ^------- lease ran out or released -------|
+
+Only the oldest message of a group, its head, is ever ready or hidden, so a blocked group costs a lease nothing: what
+can be leased is one index, in the order of arrival.
+"""
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from turnmill.backends.embedded.sqlite import Database
+from turnmill.backends.embedded.wakeup import Bell, Waiter
+from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
+
+DEDUP_WINDOW_S = 300.0
+# Longest time between two looks at the queue while waiting: what a lost wake-up costs.
+_LOOK_EVERY_S = 0.5
+_WAITING, _READY, _HIDDEN = 0, 1, 2
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS messages (
+    id INTEGER PRIMARY KEY,
+    grp TEXT NOT NULL,
+    body BLOB NOT NULL,
+    state INTEGER NOT NULL,
+    visible_at REAL NOT NULL DEFAULT 0,
+    token TEXT,
+    num_receives INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS messages_by_group ON messages (grp, id);
+CREATE INDEX IF NOT EXISTS messages_ready ON messages (id) WHERE state = 1;
+CREATE INDEX IF NOT EXISTS messages_hidden ON messages (visible_at) WHERE state = 2;
+CREATE TABLE IF NOT EXISTS sent (dedup_id TEXT PRIMARY KEY, sent_at REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sent_by_time ON sent (sent_at);
+CREATE TABLE IF NOT EXISTS dead (
+    id INTEGER PRIMARY KEY,
+    grp TEXT NOT NULL,
+    body BLOB NOT NULL,
+    num_receives INTEGER NOT NULL,
+    dead_at REAL NOT NULL
+);
+"""
+_INSERT = """
+INSERT INTO messages (grp, body, state)
+VALUES (?1, ?2, CASE WHEN EXISTS (SELECT 1 FROM messages WHERE grp = ?1) THEN 0 ELSE 1 END)
+"""
+_PROMOTE = """
+UPDATE messages SET state = 1 WHERE state = 0 AND id = (SELECT id FROM messages WHERE grp = ? ORDER BY id LIMIT 1)
+"""
+_LEASE = """
+UPDATE messages SET state = 2, visible_at = ?, token = ?, num_receives = num_receives + 1
+WHERE id IN (SELECT id FROM messages WHERE state = 1 ORDER BY id LIMIT ?)
+RETURNING id, grp, body, num_receives
+"""
+
+
+class SqliteQueue:
+    """Implements `ports.Queue`. A lease is lost at the moment it runs out, whether or not another took the message.
+
+    A receipt is `<message id>.<token of the lease>`. `clock` gives Unix seconds; tests move it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_receives: int = 20,
+        clock: Callable[[], float] = time.time,
+        busy_s: float = 30.0,
+    ) -> None:
+        self._max_receives = max_receives
+        self._clock = clock
+        self._wake_folder = path.with_suffix(".wake")
+        self._bell = Bell(self._wake_folder)
+        self._db = Database(path, _SCHEMA, busy_s=busy_s, after_commit=self._ring)
+        # Set in the file's thread by operations that made a message ready.
+        self._news = False
+        self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
+
+    # ------------------------------------------------------------ work
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """See `ports.WorkQueue.send`."""
+        if messages:
+            await self._db.write(partial(self._send, messages=messages))
+
+    async def lease(self, *, max_messages: int, lease_s: float, wait_s: float = 0.0) -> list[Leased]:
+        """See `ports.WorkQueue.lease`. Cancelled while messages are on their way, it gives them back."""
+        give_up = time.monotonic() + wait_s
+        if wait_s <= 0:
+            return await self._lease_now(max_messages, lease_s)
+        waiter = self._waiter()
+        while True:
+            seen = waiter.num_rings
+            leased = await self._lease_now(max_messages, lease_s)
+            remaining_s = give_up - time.monotonic()
+            if leased or remaining_s <= 0:
+                return leased
+            await waiter.wait(seen=seen, timeout_s=min(remaining_s, _LOOK_EVERY_S))
+
+    async def extend(self, receipts: Sequence[str], lease_s: float) -> list[bool]:
+        """See `ports.WorkQueue.extend`."""
+        return await self._db.write(partial(self._extend, receipts=receipts, lease_s=lease_s))
+
+    async def ack(self, receipts: Sequence[str]) -> list[bool]:
+        """See `ports.WorkQueue.ack`."""
+        return await self._db.write(partial(self._ack, receipts=receipts))
+
+    async def release(self, receipts: Sequence[str], *, delay_s: float = 0.0) -> None:
+        """See `ports.WorkQueue.release`."""
+        await self._db.write(partial(self._release, receipts=receipts, delay_s=delay_s))
+
+    # ------------------------------------------------------------ administration
+
+    async def counts(self) -> QueueCounts:
+        """Exact. Messages that wait behind their group count as available."""
+        if not self._db.exists:
+            return QueueCounts(available=0, in_flight=0, delayed=0, dead=0)
+        return await self._db.read(self._counts)
+
+    async def purge(self) -> int:
+        """See `ports.QueueAdmin.purge`. What was sent stays known to the deduplication."""
+        if not self._db.exists:
+            return 0
+        return await self._db.write(lambda connection: connection.execute("DELETE FROM messages").rowcount)
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """The oldest `limit`."""
+        if not self._db.exists:
+            return []
+        rows = await self._db.read(
+            lambda connection: connection.execute(
+                "SELECT body, grp, num_receives, dead_at FROM dead ORDER BY id LIMIT ?", (limit,)
+            ).fetchall()
+        )
+        return [
+            DeadLetter(body=body, group=group, num_receives=num_receives, dead_at=dead_at)
+            for body, group, num_receives, dead_at in rows
+        ]
+
+    async def redrive(self) -> int:
+        """See `ports.QueueAdmin.redrive`: they join the end of their groups, past the deduplication."""
+        if not self._db.exists:
+            return 0
+        return await self._db.write(self._redrive)
+
+    def close(self) -> None:
+        """Release file, thread and pipes; idempotent."""
+        for waiter in self._waiters.values():
+            waiter.close()
+        self._waiters.clear()
+        self._db.close()
+
+    # ------------------------------------------------------------ on the loop
+
+    async def _lease_now(self, max_messages: int, lease_s: float) -> list[Leased]:
+        future = self._db.write(partial(self._lease, max_messages=max_messages, lease_s=lease_s))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, future: asyncio.Future[list[Leased]]) -> None:
+        """Nobody awaits these any more; otherwise they would stay hidden until their lease runs out."""
+        if future.cancelled() or future.exception() is not None or not future.result() or self._db.closed:
+            return
+        self._db.write(partial(self._release, receipts=[item.receipt for item in future.result()], delay_s=0.0))
+
+    def _waiter(self) -> Waiter:
+        loop = asyncio.get_running_loop()
+        if loop not in self._waiters:
+            for ended in [other for other in self._waiters if other.is_closed()]:
+                self._waiters.pop(ended).close()
+            self._waiters[loop] = Waiter(self._wake_folder)
+        return self._waiters[loop]
+
+    # ------------------------------------------------------------ in the file's thread
+
+    def _ring(self) -> None:
+        if self._news:
+            self._news = False
+            self._bell.ring()
+
+    def _send(self, connection: sqlite3.Connection, *, messages: Sequence[Message]) -> None:
+        now = self._clock()
+        connection.execute("DELETE FROM sent WHERE sent_at <= ?", (now - DEDUP_WINDOW_S,))
+        for message in messages:
+            new = connection.execute("INSERT OR IGNORE INTO sent VALUES (?, ?)", (message.dedup_id, now)).rowcount
+            if new:
+                connection.execute(_INSERT, (message.group, message.body))
+                self._news = True
+
+    def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
+        now = self._clock()
+        connection.execute("UPDATE messages SET state = 1, token = NULL WHERE state = 2 AND visible_at <= ?", (now,))
+        token = secrets.token_hex(8)
+        leased: list[Leased] = []
+        while len(leased) < max_messages:
+            # RETURNING promises no order.
+            rows = sorted(connection.execute(_LEASE, (now + lease_s, token, max_messages - len(leased))).fetchall())
+            if not rows:
+                break
+            for row_id, group, body, num_receives in rows:
+                if num_receives > self._max_receives:
+                    self._bury(connection, row_id, now)
+                    self._promote(connection, [group])
+                else:
+                    receipt = f"{row_id}.{token}"
+                    leased.append(Leased(body=body, group=group, receipt=receipt, num_receives=num_receives))
+        return leased
+
+    def _bury(self, connection: sqlite3.Connection, row_id: int, now: float) -> None:
+        """Move a message to the dead letters, with the number of times that it was delivered."""
+        connection.execute(
+            "INSERT INTO dead (grp, body, num_receives, dead_at)"
+            " SELECT grp, body, num_receives - 1, ? FROM messages WHERE id = ?",
+            (now, row_id),
+        )
+        connection.execute("DELETE FROM messages WHERE id = ?", (row_id,))
+
+    def _promote(self, connection: sqlite3.Connection, groups: Iterable[str]) -> None:
+        """Make the next message of each group ready, now that its head is gone."""
+        for group in groups:
+            if connection.execute(_PROMOTE, (group,)).rowcount:
+                self._news = True
+
+    def _extend(self, connection: sqlite3.Connection, *, receipts: Sequence[str], lease_s: float) -> list[bool]:
+        now = self._clock()
+        statement = "UPDATE messages SET visible_at = ? WHERE id = ? AND token = ? AND state = 2 AND visible_at > ?"
+        return [
+            connection.execute(statement, (now + lease_s, *_parse_receipt(receipt), now)).rowcount == 1
+            for receipt in receipts
+        ]
+
+    def _ack(self, connection: sqlite3.Connection, *, receipts: Sequence[str]) -> list[bool]:
+        now = self._clock()
+        statement = "DELETE FROM messages WHERE id = ? AND token = ? AND state = 2 AND visible_at > ? RETURNING grp"
+        acked = []
+        for receipt in receipts:
+            groups = [group for (group,) in connection.execute(statement, (*_parse_receipt(receipt), now)).fetchall()]
+            self._promote(connection, groups)
+            acked.append(bool(groups))
+        return acked
+
+    def _release(self, connection: sqlite3.Connection, *, receipts: Sequence[str], delay_s: float) -> None:
+        now = self._clock()
+        state = _HIDDEN if delay_s > 0 else _READY
+        statement = (
+            "UPDATE messages SET state = ?, visible_at = ?, token = NULL"
+            " WHERE id = ? AND token = ? AND state = 2 AND visible_at > ?"
+        )
+        for receipt in receipts:
+            changed = connection.execute(statement, (state, now + delay_s, *_parse_receipt(receipt), now)).rowcount
+            if changed and state == _READY:
+                self._news = True
+
+    def _counts(self, connection: sqlite3.Connection) -> QueueCounts:
+        total, dead = connection.execute(
+            "SELECT (SELECT count(*) FROM messages), (SELECT count(*) FROM dead)"
+        ).fetchone()
+        hidden, leased = connection.execute(
+            "SELECT count(*), count(token) FROM messages WHERE state = 2 AND visible_at > ?", (self._clock(),)
+        ).fetchone()
+        return QueueCounts(available=total - hidden, in_flight=leased, delayed=hidden - leased, dead=dead)
+
+    def _redrive(self, connection: sqlite3.Connection) -> int:
+        letters = connection.execute("DELETE FROM dead RETURNING id, grp, body").fetchall()
+        for _, group, body in sorted(letters):
+            connection.execute(_INSERT, (group, body))
+        self._news = self._news or bool(letters)
+        return len(letters)
+
+
+def _parse_receipt(receipt: str) -> tuple[int, str]:
+    """Message id and token; a receipt of another make names no message, so its lease counts as lost."""
+    row_id, _, token = receipt.partition(".")
+    return (int(row_id), token) if row_id.isdecimal() and len(row_id) < 19 else (-1, "")

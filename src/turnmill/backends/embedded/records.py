@@ -1,0 +1,143 @@
+"""Records in SQLite, one file a kind (the first segment of a key), so that kinds do not wait for one another."""
+
+import asyncio
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from turnmill.backends.embedded.sqlite import Database
+from turnmill.errors import InvalidInput
+from turnmill.ports import Stored, Write
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS records (key TEXT NOT NULL UNIQUE, value BLOB NOT NULL, version INTEGER NOT NULL);"
+)
+_KIND = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_UPSERT = (
+    "INSERT INTO records VALUES (?, ?, 1) ON CONFLICT (key) DO UPDATE SET value = excluded.value, version = version + 1"
+)
+_SCAN = "SELECT key, value, version FROM records WHERE key >= ? AND key > ? AND key < ? ORDER BY key LIMIT ?"
+
+
+class SqliteRecordStore:
+    """Implements `ports.RecordStore` in `folder`. Writes of one call to one kind share a transaction.
+
+    Each method raises `InvalidInput` for a key that is not `kind/partition/...`.
+    """
+
+    def __init__(self, folder: Path, *, busy_s: float = 30.0) -> None:
+        self._folder = folder
+        self._busy_s = busy_s
+        self._databases: dict[str, Database] = {}
+
+    async def get(self, keys: Sequence[str]) -> list[Stored | None]:
+        """See `ports.RecordStore.get`."""
+        found: dict[str, Stored] = {}
+        by_kind: defaultdict[str, list[str]] = defaultdict(list)
+        for key in keys:
+            by_kind[_kind_of(key)].append(key)
+        databases = [(self._database(kind), wanted) for kind, wanted in by_kind.items()]
+        for part in await asyncio.gather(
+            *(database.read(partial(_get, keys=wanted)) for database, wanted in databases if database.exists)
+        ):
+            found |= part
+        return [found.get(key) for key in keys]
+
+    async def write(self, writes: Sequence[Write]) -> list[bool]:
+        """See `ports.RecordStore.write`."""
+        applied = [False] * len(writes)
+        by_kind: defaultdict[str, list[int]] = defaultdict(list)
+        for index, write in enumerate(writes):
+            by_kind[_kind_of(write.key)].append(index)
+        outcomes = await asyncio.gather(
+            *(
+                self._database(kind).write(partial(_write, writes=[writes[index] for index in indices]))
+                for kind, indices in by_kind.items()
+            )
+        )
+        for indices, outcome in zip(by_kind.values(), outcomes, strict=True):
+            for index, done in zip(indices, outcome, strict=True):
+                applied[index] = done
+        return applied
+
+    async def scan(self, prefix: str, *, after: str = "", limit: int = 1000) -> list[Stored]:
+        """See `ports.RecordStore.scan`; raises `InvalidInput` for a prefix shorter than `kind/partition/`."""
+        if prefix.count("/") < 2:
+            raise InvalidInput(f"scan prefix {prefix!r} must hold at least kind/partition/")
+        database = self._database(_kind_of(prefix))
+        if not database.exists:
+            return []
+        return await database.read(partial(_scan, prefix=prefix, after=after, limit=limit))
+
+    def close(self) -> None:
+        """Release files and threads; idempotent."""
+        for database in self._databases.values():
+            database.close()
+
+    def _database(self, kind: str) -> Database:
+        if kind not in self._databases:
+            self._databases[kind] = Database(self._folder / f"{kind}.db", _SCHEMA, busy_s=self._busy_s)
+        return self._databases[kind]
+
+
+def _kind_of(key: str) -> str:
+    kind, _, rest = key.partition("/")
+    partition, _, _ = rest.partition("/")
+    if _KIND.fullmatch(kind) is None or not partition:
+        raise InvalidInput(f"record key {key!r} must be kind/partition/..., kind of letters, digits, _ and -")
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"record key {key!r} is no valid Unicode text: {error.reason}") from error
+    return kind
+
+
+def _get(connection: sqlite3.Connection, *, keys: Sequence[str]) -> dict[str, Stored]:
+    found = {}
+    for key in keys:
+        row = connection.execute("SELECT value, version FROM records WHERE key = ?", (key,)).fetchone()
+        if row is not None:
+            found[key] = Stored(key=key, value=row[0], version=row[1])
+    return found
+
+
+def _write(connection: sqlite3.Connection, *, writes: Sequence[Write]) -> list[bool]:
+    return [_write_one(connection, write) for write in writes]
+
+
+def _write_one(connection: sqlite3.Connection, write: Write) -> bool:
+    key, value, expected = write.key, write.value, write.expected
+    if value is None:
+        if expected == 0:
+            return connection.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is None
+        if expected is None:
+            connection.execute("DELETE FROM records WHERE key = ?", (key,))
+            return True
+        return connection.execute("DELETE FROM records WHERE key = ? AND version = ?", (key, expected)).rowcount == 1
+    if expected is None:
+        connection.execute(_UPSERT, (key, value))
+        return True
+    if expected == 0:
+        return connection.execute("INSERT OR IGNORE INTO records VALUES (?, ?, 1)", (key, value)).rowcount == 1
+    return (
+        connection.execute(
+            "UPDATE records SET value = ?, version = version + 1 WHERE key = ? AND version = ?", (value, key, expected)
+        ).rowcount
+        == 1
+    )
+
+
+def _scan(connection: sqlite3.Connection, *, prefix: str, after: str, limit: int) -> list[Stored]:
+    rows = connection.execute(_SCAN, (prefix, after, _after_prefix(prefix), limit)).fetchall()
+    return [Stored(key=key, value=value, version=version) for key, value, version in rows]
+
+
+def _after_prefix(prefix: str) -> str:
+    """The smallest text greater than every text that starts with `prefix`, in the order of code points."""
+    stem = prefix.rstrip("\U0010ffff")
+    following = ord(stem[-1]) + 1
+    # The surrogates are no text.
+    return stem[:-1] + chr(0xE000 if 0xD800 <= following <= 0xDFFF else following)

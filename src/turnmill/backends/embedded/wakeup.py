@@ -1,0 +1,105 @@
+"""Wake-ups between processes: a named pipe per waiting consumer, one byte to each when there is something new.
+
+Named pipes, because the path of a Unix socket may hold only some 100 characters. A byte is a hint and never the news
+itself: consumers look again on a slow timer as well, so a lost one costs time and nothing else.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import uuid
+from pathlib import Path
+
+
+class Bell:
+    """The sender's side: rings at everyone who waits at `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def ring(self) -> None:
+        """One byte to each pipe; removes those that dead processes left behind."""
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            path = self._folder / name
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                # ENXIO: nobody has it open for reading, so its owner is dead.
+                if error.errno != errno.ENXIO:
+                    raise
+                path.unlink(missing_ok=True)
+                continue
+            try:
+                # A full pipe has enough bytes to wake its owner; a closing one needs none.
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(fd, b"\0")
+            finally:
+                os.close(fd)
+
+
+class Waiter:
+    """The consumer's side on one event loop: owns one pipe, shared by all tasks of the loop that wait."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / uuid.uuid4().hex
+        os.mkfifo(self._path, 0o600)
+        # Read and write: so the pipe never reports an end of file when a sender closes it.
+        self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
+        self._waiting: set[asyncio.Future[None]] = set()
+        # Counts the rings taken from the pipe.
+        self.num_rings = 0
+
+    async def wait(self, *, seen: int, timeout_s: float) -> None:
+        """Return at a ring or after `timeout_s`.
+
+        `seen` is `num_rings` as it was before the caller last looked: a ring that another task took from the pipe
+        since then returns at once.
+        """
+        if self.num_rings != seen:
+            return
+        loop = asyncio.get_running_loop()
+        rung: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.add_reader(self._fd, self._on_ring)
+        self._waiting.add(rung)
+        timer = loop.call_later(timeout_s, _resolve, rung)
+        try:
+            await rung
+        finally:
+            timer.cancel()
+            self._waiting.discard(rung)
+            if not self._waiting and self._fd >= 0:
+                loop.remove_reader(self._fd)
+
+    def _on_ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 65536)
+        self.num_rings += 1
+        for rung in self._waiting:
+            _resolve(rung)
+
+    def close(self) -> None:
+        """Remove the pipe and wake whoever waits; idempotent. Called on the loop, or when the loop has ended."""
+        if self._fd < 0:
+            return
+        self._path.unlink(missing_ok=True)
+        for rung in self._waiting:
+            loop = rung.get_loop()
+            if not loop.is_closed():
+                loop.remove_reader(self._fd)
+                _resolve(rung)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _resolve(rung: asyncio.Future[None]) -> None:
+    if not rung.done():
+        rung.set_result(None)
