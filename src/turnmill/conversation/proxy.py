@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.leases import Lease
@@ -264,6 +265,14 @@ def _completion(answer: Answer, model: str) -> bytes:
 # ---------------------------------------------------------------- server
 
 
+class _QuietProtocol(HttpToolsProtocol):
+    """HTTP without an access log, however logging is set up: its lines would hold the secrets in the paths."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_log = False
+
+
 class _Server(uvicorn.Server):
     """A server inside somebody else's process: it leaves the signals alone and says when it listens."""
 
@@ -291,6 +300,7 @@ async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
     bound: int = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
+        http=_QuietProtocol,
         lifespan="off",
         ws="none",
         log_config=None,

@@ -273,10 +273,10 @@ def _metrics(value: Any) -> dict[str, float]:
         if not isinstance(item, dict) or item.keys() != {"name", "value", "type"}:
             raise InvalidRequest(f"{where} must have name, value and type", param=where)
         if not isinstance(item["name"], str) or not item["name"]:
-            raise InvalidRequest(f"{where}.name must be a text", param=where)
+            raise InvalidRequest(f"{where}.name must be a text", param=f"{where}.name")
         if item["type"] not in ("Reward", "Metric"):
-            raise InvalidRequest(f"{where}.type must be Reward or Metric", param=where)
+            raise InvalidRequest(f"{where}.type must be Reward or Metric", param=f"{where}.type")
         if item["name"] in metrics:
-            raise InvalidRequest(f"{where}.name {item['name']!r} is there twice", param=where)
+            raise InvalidRequest(f"{where}.name {item['name']!r} is there twice", param=f"{where}.name")
         metrics[item["name"]] = _number(item["value"], f"{where}.value")
     return metrics

@@ -5,7 +5,7 @@
 | task | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
 | listen | rollout_response | a message | the proxy | ended samples |
-| rescan | records of open samples | `RESCAN_S` | the clock | ended samples whose news was lost, or past their deadline |
+| rescan | records of open samples | `RESCAN_S` | the clock | ends whose news was lost; INVALID past the deadline |
 """
 
 import asyncio

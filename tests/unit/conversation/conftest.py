@@ -1,0 +1,307 @@
+"""A run's proxy over real embedded ports and a real HTTP server, and a scripted replica that answers its calls."""
+
+import asyncio
+import hashlib
+import io
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from turnmill.backends.embedded import open_run
+from turnmill.config import Config
+from turnmill.conversation.history import checked_call, checked_sample, write_calls
+from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.sessions import Sessions
+from turnmill.ports import Message, RunPorts, Write
+from turnmill.records import (
+    Call,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    Purpose,
+    RolloutRequest,
+    Run,
+    RunStatus,
+    SampleRecord,
+    SampleState,
+    call_key,
+    decode,
+    encode,
+    sample_key,
+)
+
+RUN_ID = "run-1"
+WORKER_TOKEN = "worker-token-0123456789"
+CONFIG = Config(max_length=1000, max_new_tokens=64, call_timeout_s=20.0, worker_lease_s=20.0)
+# Tokens that the scripted replica gives to each new message, and to its reply.
+TOKENS_IN, TOKENS_OUT = 5, 2
+
+
+def call_for(request: GenerateRequest, text: str, parent: Call | None) -> Call:
+    """A recorded answer as a replica makes it."""
+    return Call(
+        run_id=request.run_id,
+        purpose=request.purpose,
+        sample_id=request.sample_id,
+        call_id=request.step_id,
+        attempt=request.attempt,
+        parent=request.parent,
+        parent_digest=parent.digest if parent else "",
+        choice=0,
+        request_digest=request.request_digest,
+        sampling=request.sampling,
+        messages=request.messages,
+        reply={"role": "assistant", "content": text},
+        token_ids=[7] * (TOKENS_IN * len(request.messages) + TOKENS_OUT),
+        loss_mask=[0] * (TOKENS_IN * len(request.messages)) + [1] * TOKENS_OUT,
+        logprobs=[-0.5] * TOKENS_OUT,
+        version="0.0",
+        finish_reason=FinishReason.STOP,
+        created_at=time.time(),
+    ).sealed()
+
+
+@dataclass
+class ScriptedReplica:
+    """Answers the calls of one generate_request queue, `reply` by `reply`."""
+
+    ports: RunPorts
+    requests: list[GenerateRequest] = field(default_factory=list)
+    # Text of the answer to a request; a dict is the answer's error.
+    reply: Callable[[GenerateRequest], str | dict[str, str]] = lambda request: f"answer {request.step_id}"
+    # False: the record is written, but nobody is told.
+    tells: bool = True
+    # Cleared: calls are taken and wait.
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set once a call was taken.
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    index: int = 0
+
+    async def run(self) -> None:
+        self.may_answer.set()
+        queue = self.ports.generate_request[self.index]
+        while True:
+            messages = await queue.lease(max_messages=64, lease_s=30, wait_s=5)
+            requests = [decode(message.body, GenerateRequest) for message in messages]
+            self.requests += requests
+            if requests:
+                self.was_asked.set()
+            await self.may_answer.wait()
+            for request in requests:
+                await self.answer(request)
+            await queue.ack([message.receipt for message in messages])
+
+    async def answer(self, request: GenerateRequest) -> None:
+        reply = self.reply(request)
+        error = reply if isinstance(reply, dict) else None
+        if isinstance(reply, str):
+            await write_calls(self.ports.records, [call_for(request, reply, await self._parent(request))])
+        if self.tells:
+            response = GenerateResponse(
+                sample_id=request.sample_id,
+                step_id=request.step_id,
+                error=error,
+                run_id=request.run_id,
+                purpose=request.purpose,
+            )
+            await self.ports.generate_response.send(
+                [Message(body=encode(response), group=request.step_id, dedup_id=f"{request.step_id}#{time.time()}")]
+            )
+
+    async def _parent(self, request: GenerateRequest) -> Call | None:
+        if request.parent is None:
+            return None
+        key = call_key(request.run_id, request.purpose, request.sample_id, request.parent)
+        (stored,) = await self.ports.records.get([key])
+        assert stored is not None
+        return checked_call(stored)
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """Status and JSON of an answer."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        content = self.body["choices"][0]["message"]["content"]
+        assert isinstance(content, str)
+        return content
+
+    @property
+    def code(self) -> str:
+        code = self.body["error"]["code"]
+        assert isinstance(code, str)
+        return code
+
+
+@dataclass
+class World:
+    """One run with its proxy."""
+
+    root: Path
+    ports: RunPorts
+    config: Config
+    sessions: Sessions
+    url: str
+    replica: ScriptedReplica
+    http: aiohttp.ClientSession
+
+    async def add_sample(self, sample_id: str = "task_0", *, purpose: Purpose = Purpose.TRAIN) -> SampleRecord:
+        """A requested sample, as the scheduler makes it."""
+        request = RolloutRequest(
+            sample_id=sample_id,
+            timestamp="2026-01-01T00:00:00+00:00",
+            max_length=self.config.max_length,
+            rewards={"range": [0.0, 1.0]},
+            data={"prompt": [{"role": "user", "content": "Guess."}]},
+            run_id=RUN_ID,
+            purpose=purpose,
+        )
+        sample = SampleRecord(
+            run_id=RUN_ID,
+            purpose=purpose,
+            sample_id=sample_id,
+            task_id="task",
+            group_id="group",
+            state=SampleState.REQUESTED,
+            created_at=time.time(),
+            request=request,
+            deadline=time.time() + 1000,
+        )
+        await self.ports.records.write([Write(key=sample.key, value=encode(sample), expected=0)])
+        message = Message(body=encode(request), group=sample_id, dedup_id=f"{sample.key}#0")
+        await self.ports.rollout_request.send([message])
+        return sample
+
+    async def sample(self, sample_id: str = "task_0", *, purpose: Purpose = Purpose.TRAIN) -> SampleRecord:
+        (stored,) = await self.ports.records.get([sample_key(RUN_ID, purpose, sample_id)])
+        assert stored is not None
+        return checked_sample(stored)
+
+    async def alter(self, **changes: Any) -> None:
+        """Change the record of task_0 as another role would."""
+        sample = replace(await self.sample(), **changes)
+        await self.ports.records.write([Write(key=sample.key, value=encode(sample), expected=None)])
+
+    async def post(self, path: str, body: Any, *, token: str | None = None, **headers: str) -> HttpAnswer:
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        # A stream: aiohttp warns about long bytes.
+        data = io.BytesIO(body if isinstance(body, bytes) else encode(body))
+        url = path if path.startswith("http") else self.url + path
+        async with self.http.post(url, data=data, headers=headers) as response:
+            return HttpAnswer(status=response.status, body=await response.json(content_type=None))
+
+    async def lease(self, *, max_rollouts: int = 8, wait_s: float = 5.0, token: str = WORKER_TOKEN) -> HttpAnswer:
+        body = {"worker": "worker-0", "max_rollouts": max_rollouts, "wait_s": wait_s}
+        return await self.post("/v1/rollouts/lease", body, token=token)
+
+    async def lease_one(self) -> dict[str, Any]:
+        answer = await self.lease(max_rollouts=1)
+        assert answer.status == 200, answer
+        (rollout,) = answer.body["rollouts"]
+        assert isinstance(rollout, dict)
+        return rollout
+
+    async def begin(self, sample_id: str = "task_0") -> dict[str, Any]:
+        """A sample, leased."""
+        await self.add_sample(sample_id)
+        return await self.lease_one()
+
+    async def chat(self, rollout: dict[str, Any], *messages: Any, **more: Any) -> HttpAnswer:
+        """Texts are the user's, dicts are messages; `headers` are sent as such, the rest goes into the body."""
+        headers = more.pop("headers", {})
+        turns = [{"role": "user", "content": item} if isinstance(item, str) else item for item in messages]
+        body = {"model": "policy", "messages": turns, **more}
+        return await self.post(f"{rollout['base_url']}/chat/completions", body, **headers)
+
+    async def report(self, rollout: dict[str, Any], score: float | None = 1.0, **more: Any) -> HttpAnswer:
+        body = {
+            "id": rollout["request"]["sample_id"],
+            "aggregate_reward_score": score,
+            "metrics_list": [{"name": "turns", "value": 2, "type": "Metric"}],
+            **more,
+        }
+        return await self.post("/v1/rollouts/report", body, token=rollout["report_secret"])
+
+    async def stored_bytes(self) -> bytes:
+        """Everything that is in the run's files."""
+        return await asyncio.to_thread(
+            lambda: b"".join(path.read_bytes() for path in self.root.rglob("*") if path.is_file())
+        )
+
+    async def lose_lease(self) -> None:
+        """What a lease that ran out looks like to the proxy: the message is back in the queue."""
+        await self.ports.rollout_request.release([(await self.sample()).receipt or ""])
+
+    @asynccontextmanager
+    async def restarted(self) -> AsyncIterator["World"]:
+        """The same run served by a fresh proxy, beside the first one, which is left alone."""
+        async with _proxy(self.ports, self.config) as (sessions, url):
+            # The attempt's own paths, at the new address.
+            yield replace(self, sessions=sessions, url=url)
+
+    def here(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """A rollout whose base_url points to this proxy."""
+        return {**rollout, "base_url": self.url + rollout["base_url"][rollout["base_url"].index("/a/") :]}
+
+
+@asynccontextmanager
+async def _proxy(ports: RunPorts, config: Config) -> AsyncIterator[tuple[Sessions, str]]:
+    run = Run(
+        run_id=RUN_ID,
+        cause="test",
+        status=RunStatus.ACTIVE,
+        created_at=0.0,
+        config={},
+        sources={},
+        data_path="",
+        worker_token_hash=hashlib.sha256(WORKER_TOKEN.encode()).hexdigest(),
+    )
+    sessions = Sessions(ports, run=run, config=config)
+    async with sessions, serve(create_app(sessions)) as port:
+        yield sessions, f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def open_world(root: Path, config: Config = CONFIG) -> AsyncIterator[World]:
+    ports = open_run(root, RUN_ID, num_replicas=1)
+    try:
+        async with _proxy(ports, config) as (sessions, url), aiohttp.ClientSession() as http:
+            replica = ScriptedReplica(ports)
+            running = asyncio.create_task(replica.run())
+            yield World(root=root, ports=ports, config=config, sessions=sessions, url=url, replica=replica, http=http)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        ports.close()
+
+
+WorldOf = Callable[..., AbstractAsyncContextManager[World]]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    """A run with lasting leases."""
+    async with open_world(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def world_of(tmp_path: Path) -> WorldOf:
+    """A run with parameters of the test's own."""
+
+    def opened(**changes: Any) -> AbstractAsyncContextManager[World]:
+        return open_world(tmp_path, replace(CONFIG, **changes))
+
+    return opened
