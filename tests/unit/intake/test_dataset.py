@@ -235,7 +235,7 @@ BAD_ROWS: list[tuple[str, str | None, str | None, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "at", "field", "rule", "message"), BAD_ROWS)
+@pytest.mark.parametrize(("text", "at", "field", "rule", "message"), BAD_ROWS, ids=range(len(BAD_ROWS)))
 def test_a_bad_row_is_named_by_line_column_field_and_rule(
     tmp_path: Path, text: str, at: str | None, field: str | None, rule: str, message: str
 ) -> None:
@@ -333,10 +333,11 @@ def test_a_bad_line_with_a_newline_is_not_cut_off(tmp_path: Path) -> None:
         (GOOD.encode("utf-16-le"), "UTF-16 or UTF-32 without a byte order mark"),
         (GOOD.encode("utf-16-be"), "UTF-16 or UTF-32 without a byte order mark"),
         (GOOD.encode("utf-32"), "UTF-32"),
-        (gzip.compress(GOOD.encode()), "compressed (gzip)"),
+        (gzip.compress(GOOD.encode(), mtime=0), "compressed (gzip)"),
         (b"PK\x03\x04xxxx", "compressed (zip)"),
         (b"PAR1xxxx", "Parquet"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_file_that_is_no_utf_8_text_is_named_once(tmp_path: Path, content: bytes, fragment: str) -> None:
     report = check(tmp_path, content)
