@@ -134,7 +134,10 @@ class Renderer:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                [_plain(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise GenerationFailed("invalid_request", f"the chat template refuses these messages: {error}") from error
@@ -144,3 +147,15 @@ class Renderer:
         # The template has written every special token, a leading one included.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text parts joined: most templates know text as a string only, and print anything else."""
+    content = message.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(message.get("role"), str) or not (content is None or isinstance(content, str)):
+        raise GenerationFailed("invalid_request", "a message needs a role and a text or a list of text parts")
+    return {**message, "content": content}

@@ -57,7 +57,8 @@ class TransformersEngine:
         self._version = BASE_VERSION
         self._max_length = usable_length(self._model.config, max_length)
         self._cache_name, self._last_only = forward_keywords(self._model)
-        self._vocab_size: int = self._model.get_output_embeddings().weight.shape[0]
+        # The logits' width, padding of the vocabulary included.
+        self.vocab_size: int = self._model.get_output_embeddings().weight.shape[0]
         self._cache = SlotCache(num_slots, min(_FIRST_CAPACITY, self._max_length))
         self._zero = torch.zeros((), dtype=dtype)
         self._hidden = torch.full((), float("-inf"), dtype=dtype)
@@ -74,7 +75,7 @@ class TransformersEngine:
         self._out_logprobs_sw = np.zeros((num_slots, _BLOCK), dtype=np.float32)
         # End tokens as rows of booleans, one row for each distinct set.
         self._end_sets: dict[frozenset[int], int] = {}
-        self._ends_ev = np.zeros((0, self._vocab_size), dtype=bool)
+        self._ends_ev = np.zeros((0, self.vocab_size), dtype=bool)
         self._end_set_s: Ints = np.zeros(num_slots, dtype=np.int64)
         self._generators: dict[int, np.random.Generator] = {}
         self._calls: dict[int, EngineCall] = {}
@@ -153,8 +154,8 @@ class TransformersEngine:
                 "context_length_exceeded",
                 f"{start + len(feed)} tokens and {call.max_new_tokens} new ones exceed {self._max_length}",
             )
-        if feed.min() < 0 or feed.max() >= self._vocab_size:
-            raise GenerationFailed("invalid_request", f"token ids must be in 0..{self._vocab_size - 1}")
+        if feed.min() < 0 or feed.max() >= self.vocab_size:
+            raise GenerationFailed("invalid_request", f"token ids must be in 0..{self.vocab_size - 1}")
 
     def _forget(self, slot: int) -> None:
         """The idle slot's content has no name any more, neither a kept one nor that of its ended call."""
@@ -179,8 +180,8 @@ class TransformersEngine:
     def _end_set(self, end_ids: frozenset[int]) -> int:
         index = self._end_sets.get(end_ids)
         if index is None:
-            row = np.zeros((1, self._vocab_size), dtype=bool)
-            row[0, [token for token in end_ids if 0 <= token < self._vocab_size]] = True
+            row = np.zeros((1, self.vocab_size), dtype=bool)
+            row[0, [token for token in end_ids if 0 <= token < self.vocab_size]] = True
             index = self._end_sets[end_ids] = len(self._end_sets)
             self._ends_ev = np.concatenate([self._ends_ev, row])
         return index
@@ -357,7 +358,7 @@ class TransformersEngine:
         """Compare two passes through the slots with one plain pass: an architecture that ignores positions, mask or
         cache would otherwise sample wrong tokens in silence."""
         num = min(12, self._max_length)
-        ids_1t = np.arange(num)[None] % self._vocab_size
+        ids_1t = np.arange(num)[None] % self.vocab_size
         position_1t = np.arange(num)[None]
         slot = np.zeros(1, dtype=np.int64)
         plain_v = self._model(input_ids=torch.from_numpy(ids_1t), use_cache=False).logits[0, -1].float()

@@ -82,7 +82,7 @@ def replace_weights(model: Any, folder: Path) -> None:
                 f"the model has {target.dtype} {tuple(target.shape)}"
             )
         twin = by_storage.setdefault(target.data_ptr(), source)
-        if not torch.equal(twin, source):
+        if twin is not source and not torch.equal(twin, source):
             raise RecordCorrupt(f"{path}: {name} is tied to another tensor and differs from it")
     missing = sorted(name for name, target in targets.items() if target.data_ptr() not in by_storage)
     if missing:
