@@ -460,7 +460,7 @@ class TrainingStatus:
     """Where the trainer is; written by the trainer, read by the pipeline and the CLI."""
 
     run_id: str
-    # running | succeeded | failed
+    # running | succeeded | failed | cancelled
     state: str
     step: int
     max_steps: int
