@@ -1,0 +1,110 @@
+"""Every suite here runs on every backend: add a name to `BACKENDS` and a branch to each fixture that opens a port."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from turnmill.backends.embedded.blobs import FolderBlobStore
+from turnmill.backends.embedded.launcher import ProcessLauncher
+from turnmill.backends.embedded.metrics import JsonlMetricSink
+from turnmill.backends.embedded.queue import SqliteQueue
+from turnmill.backends.embedded.records import SqliteRecordStore
+from turnmill.backends.embedded.weights import FolderWeightStore
+from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, WeightStore
+
+BACKENDS = ["embedded"]
+FAKE_ROLE = Path(__file__).with_name("fake_role.py")
+PORT_CHILD = Path(__file__).with_name("port_child.py")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def child(backend: str, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command of another process that works on the same ports: `child("increment", key, times)`."""
+
+    def command(*arguments: object) -> list[str]:
+        return [sys.executable, str(PORT_CHILD), backend, str(tmp_path), *map(str, arguments)]
+
+    return command
+
+
+@pytest.fixture
+def hands() -> list[float]:
+    """The clock of the queues that `open_queue` opens: one element, Unix seconds; tests move it."""
+    return [1_700_000_000.0]
+
+
+@pytest.fixture
+def open_queue(backend: str, tmp_path: Path, hands: list[float]) -> Iterator[Callable[..., Queue]]:
+    """Opens the same queue each time, as another process would; `real_time=True` for one that tells real time."""
+    opened: list[SqliteQueue] = []
+
+    def open_one(*, max_receives: int = 20, real_time: bool = False) -> Queue:
+        path = tmp_path / "queue.db"
+        if real_time:
+            queue = SqliteQueue(path, max_receives=max_receives)
+        else:
+            queue = SqliteQueue(path, max_receives=max_receives, clock=lambda: hands[0])
+        opened.append(queue)
+        return queue
+
+    yield open_one
+    for queue in opened:
+        queue.close()
+
+
+@pytest.fixture
+def queue(open_queue: Callable[..., Queue]) -> Queue:
+    return open_queue()
+
+
+@pytest.fixture
+def open_records(backend: str, tmp_path: Path) -> Iterator[Callable[[], RecordStore]]:
+    """Opens the same store each time, as another process would."""
+    opened: list[SqliteRecordStore] = []
+
+    def open_one() -> RecordStore:
+        opened.append(SqliteRecordStore(tmp_path / "records"))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def records(open_records: Callable[[], RecordStore]) -> RecordStore:
+    return open_records()
+
+
+@pytest.fixture
+def blobs(backend: str, tmp_path: Path) -> BlobStore:
+    return FolderBlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def open_weights(backend: str, tmp_path: Path) -> Callable[[], WeightStore]:
+    """Opens the same store each time, as another process would."""
+    return lambda: FolderWeightStore(tmp_path / "weights")
+
+
+@pytest.fixture
+def metrics(backend: str, tmp_path: Path) -> MetricSink:
+    return JsonlMetricSink(tmp_path / "metrics.jsonl")
+
+
+@pytest.fixture
+def open_launcher(backend: str, tmp_path: Path) -> Callable[..., Launcher]:
+    """A launcher of fake roles, which do what the variable BEHAVE says; the test closes it."""
+
+    def open_one(*, stop_s: float = 5.0) -> Launcher:
+        command = [sys.executable, str(FAKE_ROLE)]
+        return ProcessLauncher(tmp_path, command=command, stop_s=stop_s, restart_pause_s=0.01)
+
+    return open_one

@@ -1,0 +1,77 @@
+"""Another process on the same ports, run by the suites: BACKEND FOLDER VERB ARGUMENT..."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from turnmill.backends.embedded.queue import SqliteQueue
+from turnmill.backends.embedded.records import SqliteRecordStore
+from turnmill.ports import Message, Write
+
+
+async def increment(folder: Path, key: str, times: str) -> None:
+    """Count `key` up by compare-and-set, as often as asked; print the number of lost races."""
+    records = SqliteRecordStore(folder / "records")
+    lost = 0
+    for _ in range(int(times)):
+        applied = False
+        while not applied:
+            [stored] = await records.get([key])
+            count, version = (int(stored.value), stored.version) if stored else (0, 0)
+            [applied] = await records.write([Write(key=key, value=str(count + 1).encode(), expected=version)])
+            lost += not applied
+    print(lost)
+    records.close()
+
+
+async def write_forever(folder: Path, prefix: str) -> None:
+    """Write one record and one message after another and print the number of each that is stored, until killed."""
+    records, queue, number = SqliteRecordStore(folder / "records"), SqliteQueue(folder / "queue.db"), 0
+    while True:
+        await records.write([Write(key=f"{prefix}{number:06d}", value=b"x" * 1000, expected=0)])
+        await queue.send([Message(body=b"x", group=str(number), dedup_id=str(number))])
+        print(number, flush=True)
+        number += 1
+
+
+async def consume(folder: Path, times: str) -> None:
+    """Lease and acknowledge `times` messages one at a time, waiting for each; print their bodies."""
+    queue = SqliteQueue(folder / "queue.db")
+    print("ready", flush=True)
+    for _ in range(int(times)):
+        leased = await queue.lease(max_messages=1, lease_s=30, wait_s=30)
+        await queue.ack([message.receipt for message in leased])
+        print(leased[0].body.decode(), flush=True)
+    queue.close()
+
+
+async def drain(folder: Path) -> None:
+    """Take what comes, together with others, until all messages are gone; print the bodies."""
+    queue = SqliteQueue(folder / "queue.db")
+    while (await queue.counts()).available + (await queue.counts()).in_flight > 0:
+        leased = await queue.lease(max_messages=5, lease_s=30, wait_s=0.1)
+        acked = await queue.ack([message.receipt for message in leased])
+        for message, done in zip(leased, acked, strict=True):
+            assert done
+            print(message.body.decode())
+    queue.close()
+
+
+VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
+    "increment": increment,
+    "write_forever": write_forever,
+    "consume": consume,
+    "drain": drain,
+}
+
+
+def main() -> None:
+    backend, folder, verb, *arguments = sys.argv[1:]
+    assert backend == "embedded"
+    asyncio.run(VERBS[verb](Path(folder), *arguments))
+
+
+if __name__ == "__main__":
+    main()
