@@ -4,6 +4,7 @@
 
 | task | consumes | waits for | produces |
 |---|---|---|---|
+| send | what was asked in one turn of the event loop | nothing | one send a replica |
 | listen | generate_response, in batches | the next message | answered calls (a failed one with its error) |
 | look | records of calls that wait longer than `LOOK_AFTER_S` | a second | answered calls whose message was lost |
 
@@ -38,6 +39,15 @@ class _Waiting:
     answer: asyncio.Future[Call]
     since: float
     num_waiters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outgoing:
+    """A generate request on its way to a queue."""
+
+    message: Message
+    sample_id: str
+    waiting: _Waiting
 
 
 @dataclass(kw_only=True)
@@ -85,6 +95,8 @@ class Calls:
         self._responses = responses
         self._timeout_s = timeout_s
         self._waiting: dict[str, _Waiting] = {}
+        self._outbox: list[_Outgoing] = []
+        self._sending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
     async def ask(self, request: GenerateRequest) -> Call:
@@ -96,8 +108,24 @@ class Calls:
         message = Message(body=encode(request), group=request.step_id, dedup_id=f"{key}#{request.epoch}")
         with self._expected(key) as waiting:
             self.counts.num_sent += 1
-            await self._requests[rendezvous(request.sample_id, len(self._requests))].send([message])
+            self._outbox.append(_Outgoing(message=message, sample_id=request.sample_id, waiting=waiting))
+            if len(self._outbox) == 1:
+                # Runs after everything that is ready now: what many clients ask at once is sent at once.
+                sending = asyncio.create_task(self._send(), name="calls-send")
+                self._sending.add(sending)
+                sending.add_done_callback(self._sending.discard)
             return await self._wait(waiting)
+
+    async def _send(self) -> None:
+        batch, self._outbox = self._outbox, []
+        by_replica: dict[int, list[_Outgoing]] = {}
+        for item in batch:
+            by_replica.setdefault(rendezvous(item.sample_id, len(self._requests)), []).append(item)
+        sends = [self._requests[index].send([item.message for item in items]) for index, items in by_replica.items()]
+        for items, error in zip(by_replica.values(), await asyncio.gather(*sends, return_exceptions=True), strict=True):
+            if error is not None:
+                for item in items:
+                    self._fail(item.waiting, error)
 
     async def ask_again(self, key: str) -> Call:
         """The answer to a call that was asked before: recorded by now, or still to come. Raises like `ask`."""
@@ -137,14 +165,26 @@ class Calls:
         for waiting in self._waiting.values():
             self._fail(waiting, _closing())
 
+    async def close(self) -> None:
+        """Stop, and wait for what is being sent."""
+        self.stop()
+        await asyncio.gather(*self._sending)
+
     # ------------------------------------------------------------ tasks
 
     async def listen(self) -> None:
         """Until cancelled: answer calls as the news about them comes in."""
+        done: list[str] = []
         while True:
-            messages = await self._responses.lease(max_messages=BATCH_SIZE, lease_s=LEASE_S, wait_s=WAIT_S)
-            if messages:
-                await self._take(messages)
+            lease = self._responses.lease(max_messages=BATCH_SIZE, lease_s=LEASE_S, wait_s=WAIT_S)
+            # What was taken before is acked beside the next lease, so that nobody waits for that commit.
+            messages, _ = await asyncio.gather(lease, self._ack(done))
+            await self._take(messages)
+            done = [message.receipt for message in messages]
+
+    async def _ack(self, receipts: Sequence[str]) -> None:
+        if receipts:
+            await self._responses.ack(receipts)
 
     async def look(self) -> None:
         """Until cancelled: look up the records of calls that wait long, in case the news was lost."""
@@ -176,7 +216,6 @@ class Calls:
             else:
                 recorded.append(key)
         self.counts.num_told += await self._answer_from_records(recorded)
-        await self._responses.ack([message.receipt for message in messages])
 
     async def _answer_from_records(self, keys: Sequence[str]) -> int:
         """Answer those of the calls that are recorded; how many."""
@@ -194,7 +233,7 @@ class Calls:
         return num_answered
 
     @staticmethod
-    def _fail(waiting: _Waiting, error: Exception) -> None:
+    def _fail(waiting: _Waiting, error: BaseException) -> None:
         if not waiting.answer.done():
             waiting.answer.set_exception(error)
             # Retrieved here, so that an answer whose waiters are all gone is no unhandled error.

@@ -170,6 +170,7 @@ class Leases:
             return
         sample = checked_sample(stored)
         if not sample.state.is_open:
+            self._registry.retire(sample.key)
             if sample.state in (SampleState.REPORTED, SampleState.INVALID):
                 decided.ended.append(sample)
             decided.done.append(message.receipt)

@@ -15,6 +15,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -165,7 +166,7 @@ class App:
             raise InvalidRequest(f"max_rollouts must be between 1 and {MAX_ROLLOUTS}", param="max_rollouts")
         if not 0 <= wait_s <= MAX_WAIT_S:
             raise InvalidRequest(f"wait_s must be between 0 and {MAX_WAIT_S:g}", param="wait_s")
-        leases = await self.sessions.lease(worker, most, wait_s, gone=_disconnect(receive))
+        leases = await self.sessions.lease(worker, most, wait_s, gone=partial(_disconnect, receive))
         return encode({"rollouts": [_lease_body(lease, self.sessions.base_url) for lease in leases]})
 
     async def _heartbeat(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
@@ -303,6 +304,7 @@ async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
         http=_QuietProtocol,
         lifespan="off",
         ws="none",
+        proxy_headers=False,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -6,7 +6,6 @@ A key that would change nothing is refused by name, never ignored: silence would
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -44,16 +43,14 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     # Prefix hashes of the messages.
     hashes: list[bytes]
+    # Of the whole request: what a transport retry repeats.
+    identity: str
     sampling: Sampling
     model: str
     # Body key `request_id`: marks a transport retry like an Idempotency-Key.
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
-
-    @cached_property
-    def identity(self) -> str:
-        return request_identity(self.hashes[-1], self.sampling)
 
 
 # Keys that may be present with a value that asks for what happens anyway.
@@ -104,9 +101,11 @@ def parse_chat(body: bytes, allowed: Sampling) -> ChatRequest:
             raise _not_allowed(key, value, why)
     sampling = allowed if max_new_tokens == allowed.max_new_tokens else replace(allowed, max_new_tokens=max_new_tokens)
     messages = _messages(raw.get("messages"))
+    hashes = prefix_hashes(messages)
     return ChatRequest(
         messages=messages,
-        hashes=prefix_hashes(messages),
+        hashes=hashes,
+        identity=request_identity(hashes[-1], sampling),
         sampling=sampling,
         model=_text(raw, "model") or "turnmill",
         request_id=_text(raw, "request_id"),
@@ -141,7 +140,7 @@ def _text(raw: dict[str, Any], key: str) -> str | None:
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    messages = [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+    messages = [_message(item, index) for index, item in enumerate(value)]
     if messages[-1]["role"] == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's; a call answers a user, system or tool message", param="messages"
@@ -149,8 +148,11 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, index: int) -> dict[str, Any]:
     """The message with the keys that matter, its content as one text."""
+    if type(value) is dict and len(value) == 2 and value.get("role") in ROLES and type(value.get("content")) is str:
+        return value
+    where = f"messages[{index}]"
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} must be an object", param=where)
     role = value.get("role")

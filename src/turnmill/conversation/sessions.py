@@ -14,7 +14,7 @@ A sample record is only ever changed by compare-and-set. Secrets exist as SHA-25
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from turnmill.ports import Leased, RunPorts, Write
 from turnmill.records import Call, Run, SampleRecord, SampleState, Sampling, StopReason, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
+# Returns when the client has gone away.
+Gone = Callable[[], Awaitable[None]]
 
 
 @dataclass(kw_only=True)
@@ -86,6 +88,7 @@ class Sessions:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.calls.close()
 
     def stop(self) -> None:
         """Send away everybody who waits: calls fail with `ShuttingDown`, lease requests come back empty. Idempotent."""
@@ -113,9 +116,7 @@ class Sessions:
         if not same_hash(self._run.worker_token_hash, hash_secret(token)):
             raise Unauthorized("unknown worker token")
 
-    async def lease(
-        self, worker: str, max_rollouts: int, wait_s: float, *, gone: Awaitable[None] | None = None
-    ) -> list[Lease]:
+    async def lease(self, worker: str, max_rollouts: int, wait_s: float, *, gone: Gone | None = None) -> list[Lease]:
         """Up to `max_rollouts` attempts for a worker; waits up to `wait_s` for the first one.
 
         `gone` ends the wait early when the worker has gone away, so that no attempt is given to nobody.
@@ -127,13 +128,13 @@ class Sessions:
         messages = await self._take(max_rollouts, wait_s, gone)
         return await self._leases.hand_out(messages) if messages else []
 
-    async def _take(self, max_rollouts: int, wait_s: float, gone: Awaitable[None] | None) -> Sequence[Leased]:
+    async def _take(self, max_rollouts: int, wait_s: float, gone: Gone | None) -> Sequence[Leased]:
         if self._stopping.is_set():
             raise ShuttingDown("the proxy is closing")
         take = asyncio.create_task(self._leases.take(max_rollouts, wait_s), name="sessions-take")
         enders: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait())]
         if gone is not None:
-            enders.append(asyncio.ensure_future(gone))
+            enders.append(asyncio.ensure_future(gone()))
         try:
             await asyncio.wait([take, *enders], return_when=asyncio.FIRST_COMPLETED)
             return take.result() if take.done() and not any(ender.done() for ender in enders) else ()
@@ -171,7 +172,9 @@ class Sessions:
         entry, recorded = attempt.begin(request, key)
         if attempt.num_forks > num_forks:
             self.counts.num_forks += 1
-            logger.warning("a request does not go on from what was said: it forks", extra={"at": entry.key})
+            if attempt.num_forks == 1:
+                # Once an attempt: an agent that forks at all tends to do it at each turn.
+                logger.warning("a request does not go on from what was said: it forks", extra={"at": entry.key})
         if recorded is not None:
             self.counts.num_replayed += 1
             return attempt.deliver(entry, recorded)

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from turnmill.conversation.proxy import MAX_BODY_BYTES
+from turnmill.errors import BackendUnavailable
 from turnmill.records import (
     DeadSample,
     DropReason,
@@ -207,6 +210,15 @@ async def test_a_dropped_sample_is_409_after_the_heartbeat(world: "World") -> No
     assert (await world.chat(rollout, "Guess.")).status == 409
     assert (await world.report(rollout)).status == 409
     assert (await world.sample()).state is SampleState.DROPPED
+
+
+async def test_a_dropped_sample_of_a_dead_worker_is_forgotten(world: "World") -> None:
+    await world.begin()
+    await world.alter(state=SampleState.DROPPED, drop_reason=DropReason.CANCELLED)
+    await world.lose_lease()
+    assert (await world.lease(wait_s=0)).body == {"rollouts": []}
+    assert world.sessions.num_attempts == 0
+    assert (await world.ports.rollout_request.counts()).in_flight == 0
 
 
 async def test_heartbeats_keep_a_lease_and_a_lost_one_is_told(world_of: "WorldOf") -> None:
@@ -446,3 +458,32 @@ async def test_who_waits_when_the_proxy_closes_gets_503(world: "World") -> None:
         await world.replica.was_asked.wait()
     assert [answer.status for answer in await asyncio.gather(*calls)] == [503, 503, 503]
     assert (await lease).body == {"rollouts": []}
+
+
+async def test_without_its_backend_the_proxy_refuses_at_once_and_says_so(world: "World") -> None:
+    rollout = await world.begin()
+    world.replica.may_answer.clear()
+    waiting = asyncio.create_task(world.chat(rollout, "Guess."))
+    await world.replica.was_asked.wait()
+    world.ports.close()
+    with pytest.raises(BackendUnavailable):
+        await world.sessions.watch()
+    assert (await waiting).status == 503
+    assert (await world.chat(rollout, "Guess.")).status == 503
+    assert (await world.report(rollout)).status == 503
+    assert (await world.lease(wait_s=20)).status == 503
+    async with world.http.get(f"{world.url}/healthz") as response:
+        assert response.status == 503
+
+
+async def test_five_hundred_connections_are_served_at_once(world: "World") -> None:
+    rollout = await world.begin()
+    world.replica.may_answer.clear()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        many = replace(world, http=http)
+        calls = [asyncio.create_task(many.chat(rollout, f"Guess {index}.")) for index in range(500)]
+        await world.replica.was_asked.wait()
+        world.replica.may_answer.set()
+        answers = await asyncio.gather(*calls)
+    assert {answer.status for answer in answers} == {200}
+    assert len({answer.body["id"] for answer in answers}) == 500
