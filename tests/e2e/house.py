@@ -16,8 +16,7 @@ from turnmill.backends.embedded import open_run
 from turnmill.config import Config, to_dict
 from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
-from turnmill.environment import load
-from turnmill.environment.base import Environment
+from turnmill.environment.base import Chat, Environment, Outcome, opening_messages
 from turnmill.generation.renderer import Renderer
 from turnmill.generation.replica import run_replica
 from turnmill.generation.transformers_engine import TransformersEngine
@@ -59,6 +58,18 @@ CONFIG = Config(
     training_timeout=90.0,
     audit_mean_tolerance=1e-4,
 )
+
+
+class Letters(Environment):
+    """Two short turns, won with about even odds by a model that knows words: every group has signal soon."""
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        messages = opening_messages(task)
+        for _ in range(2):
+            reply = await chat.complete(messages)
+            messages += [dict(reply.message), {"role": "user", "content": "a- b- c- d- e-"}]
+        return Outcome(reward=float("e" in reply.content), metrics={"turns": 2.0})
+
 
 Hook = Callable[["House", list[SampleRecord]], Awaitable[list[SampleRecord]]]
 
@@ -148,7 +159,7 @@ class House:
 async def open_house(
     folder: Path, config: Config = CONFIG, *, environment: Environment | None = None
 ) -> AsyncIterator[House]:
-    """Start everything but the trainer; end it in reverse order."""
+    """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order."""
     ports = open_run(folder, "house", num_replicas=config.generation_replicas)
     run = Run(
         run_id="house",
@@ -185,7 +196,7 @@ async def open_house(
                         worker_token=TOKEN,
                         name="worker-0",
                         config=config,
-                        environment=environment or load("wordle", {}),
+                        environment=environment or Letters(),
                         stop=stop,
                     )
                 ),
