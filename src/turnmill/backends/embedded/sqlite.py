@@ -213,8 +213,10 @@ class Database:
             if os.stat(self._wal).st_size < _CHECKPOINT_BYTES:
                 return
             connection.execute(f"PRAGMA busy_timeout={int(_CHECKPOINT_WAIT_S * 1000)}")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            connection.execute("PRAGMA busy_timeout=0")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                connection.execute("PRAGMA busy_timeout=0")
         except (sqlite3.OperationalError, OSError) as error:
             # Nothing is lost: the next commit tries again, and a disk that fails tells the next caller.
             logger.warning("%s could not be checkpointed: %s", self.path, error)
