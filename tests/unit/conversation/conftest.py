@@ -26,6 +26,7 @@ from turnmill.records import (
     GenerateResponse,
     Purpose,
     RolloutRequest,
+    RolloutResponse,
     Run,
     RunStatus,
     SampleRecord,
@@ -239,6 +240,11 @@ class World:
         return await asyncio.to_thread(
             lambda: b"".join(path.read_bytes() for path in self.root.rglob("*") if path.is_file())
         )
+
+    async def news(self) -> list[RolloutResponse]:
+        """What was told about ended samples."""
+        messages = await self.ports.rollout_response.lease(max_messages=64, lease_s=30)
+        return [decode(message.body, RolloutResponse) for message in messages]
 
     async def lose_lease(self) -> None:
         """What a lease that ran out looks like to the proxy: the message is back in the queue."""

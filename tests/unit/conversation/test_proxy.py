@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from turnmill.conversation.proxy import MAX_BODY_BYTES
 from turnmill.errors import BackendUnavailable
 from turnmill.records import (
     DeadSample,
     DropReason,
     InvalidReason,
     Purpose,
-    RolloutResponse,
     SampleState,
     WorkerStatus,
     dead_letter_key,
@@ -27,11 +25,6 @@ if TYPE_CHECKING:
     from tests.unit.conversation.conftest import World, WorldOf
 
 USER = {"role": "user", "content": "Guess."}
-
-
-async def news(world: "World") -> list[RolloutResponse]:
-    messages = await world.ports.rollout_response.lease(max_messages=64, lease_s=30)
-    return [decode(message.body, RolloutResponse) for message in messages]
 
 
 # ---------------------------------------------------------------- the way of one sample
@@ -50,7 +43,7 @@ async def test_a_sample_is_leased_played_and_reported(world: "World") -> None:
     assert sample.state is SampleState.REPORTED
     assert (sample.reward, sample.metrics, sample.stop_reason) == (0.5, {"turns": 2.0}, "end_of_conversation")
     assert sample.calls == (first.body["id"], second.body["id"]) == ("task_0_0", "task_0_1")
-    (response,) = await news(world)
+    (response,) = await world.news()
     assert (response.sample_id, response.rewards) == ("task_0", {"aggregate_score": 0.5})
     counts = await world.ports.rollout_request.counts()
     assert (counts.available, counts.in_flight) == (0, 0)
@@ -249,7 +242,7 @@ async def test_after_the_last_attempt_the_sample_is_invalid_with_a_dead_letter(w
         assert stored is not None
         letter = decode(stored.value, DeadSample)
         assert (letter.num_attempts, letter.request.sample_id) == (2, "task_0")
-        (response,) = await news(world)
+        (response,) = await world.news()
         assert (response.rewards, response.reason) == ({"aggregate_score": None}, InvalidReason.INFRA)
         counts = await world.ports.rollout_request.counts()
         assert (counts.available, counts.in_flight, counts.dead) == (0, 0, 0)
@@ -259,7 +252,7 @@ async def test_a_message_about_an_ended_sample_is_acked_and_its_end_told_again(w
     await world.add_sample()
     await world.alter(state=SampleState.INVALID, reason=InvalidReason.INFRA)
     assert (await world.lease(wait_s=0)).body == {"rollouts": []}
-    assert [response.sample_id for response in await news(world)] == ["task_0"]
+    assert [response.sample_id for response in await world.news()] == ["task_0"]
     assert (await world.ports.rollout_request.counts()).in_flight == 0
 
 
@@ -275,180 +268,6 @@ async def test_a_worker_that_went_away_uses_up_no_attempt(world: "World") -> Non
     while is_polling():  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.01)
     assert (await world.begin())["attempt"] == 1
-
-
-# ---------------------------------------------------------------- reports
-
-
-async def test_the_same_report_twice_is_recorded_once(world: "World") -> None:
-    rollout = await world.begin()
-    assert [(await world.report(rollout, 0.5)).status for _ in range(2)] == [200, 200]
-    assert world.sessions.counts.num_reports == 1
-    assert len(await news(world)) == 1
-    assert (await world.report(rollout, 0.75)).code == "reported_otherwise"
-    assert (await world.sample()).reward == 0.5
-    await world.alter(state=SampleState.DROPPED, drop_reason=DropReason.NO_SIGNAL)
-    assert (await world.report(rollout, 0.5)).status == 200
-
-
-async def test_a_null_reward_is_recorded_with_its_reason(world: "World") -> None:
-    rollout = await world.begin()
-    assert (await world.report(rollout, None, reason="env_error", detail="it broke")).status == 200
-    sample = await world.sample()
-    assert (sample.state, sample.reward, sample.reason, sample.detail) == (
-        SampleState.INVALID,
-        None,
-        InvalidReason.ENV_ERROR,
-        "it broke",
-    )
-    (response,) = await news(world)
-    assert response.reason is InvalidReason.ENV_ERROR
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"aggregate_reward_score": None}, "reason"),
-        ({"aggregate_reward_score": 0.5, "reason": "infra"}, "reason"),
-        ({"aggregate_reward_score": None, "reason": "bad_luck"}, "reason"),
-        ({"aggregate_reward_score": 1.5}, "aggregate_reward_score"),
-        ({"aggregate_reward_score": -0.1}, "aggregate_reward_score"),
-        ({"aggregate_reward_score": "1"}, "aggregate_reward_score"),
-        ({"aggregate_reward_score": True}, "aggregate_reward_score"),
-        ({"id": "task_1"}, "sample_id"),
-        ({"id": None}, "id"),
-        ({"metrics_list": {}}, "metrics_list"),
-        ({"metrics_list": [{"name": "a", "value": 1}]}, "metrics_list[0]"),
-        ({"metrics_list": [{"name": "a", "value": None, "type": "Metric"}]}, "metrics_list[0].value"),
-        ({"metrics_list": [{"name": "a", "value": 1, "type": "Other"}]}, "metrics_list[0].type"),
-        ({"metrics_list": [{"name": "a", "value": 1, "type": "Metric"}] * 2}, "metrics_list[1].name"),
-        ({"reward": 1.0}, "reward"),
-    ],
-)
-async def test_a_wrong_report_is_400_and_records_nothing(world: "World", changes: dict[str, Any], param: str) -> None:
-    rollout = await world.begin()
-    body = {"id": "task_0", "aggregate_reward_score": 0.5, "metrics_list": [], **changes}
-    answer = await world.post("/v1/rollouts/report", body, token=rollout["report_secret"])
-    assert (answer.status, answer.body["error"]["param"]) == (400, param)
-    assert (await world.sample()).state is SampleState.LEASED
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"id": "task_0", "aggregate_reward_score": NaN, "metrics_list": []}',
-        b'{"id": "task_0", "aggregate_reward_score": Infinity, "metrics_list": []}',
-        b'{"id": "task_0", "aggregate_reward_score": 1e999, "metrics_list": []}',
-        b'{"id": "task_0", "metrics_list": []}',
-        b'{"id": "task_0", "aggregate_reward_score": 1}',
-        b'{"aggregate_reward_score": 1, "metrics_list": []}',
-        b"[]",
-        b"",
-        b"\xff\xfe",
-        b"[" * 100_000,
-    ],
-)
-async def test_a_malformed_report_is_400(world: "World", body: bytes) -> None:
-    rollout = await world.begin()
-    assert (await world.post("/v1/rollouts/report", body, token=rollout["report_secret"])).status == 400
-    assert (await world.sample()).state is SampleState.LEASED
-
-
-# ---------------------------------------------------------------- refused requests
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"stream": True},
-        {"n": 2},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"temperature": 0.5},
-        {"temperature": True},
-        {"top_p": 0.9},
-        {"top_k": 20},
-        {"stop": ["\n"]},
-        {"seed": 1},
-        {"logprobs": True},
-        {"frequency_penalty": 0.1},
-        {"max_tokens": 65},
-        {"max_completion_tokens": 0},
-        {"response_format": {"type": "json_object"}},
-        {"tempreature": 1.0},
-        {"sample_id": "task_1"},
-        {"messages": []},
-    ],
-)
-async def test_a_parameter_that_is_not_served_is_refused_by_name(world: "World", changes: dict[str, Any]) -> None:
-    rollout = await world.begin()
-    answer = await world.chat(rollout, "Guess.", **changes)
-    (key,) = changes
-    assert (answer.status, answer.body["error"]["param"]) == (400, key)
-    assert key in answer.body["error"]["message"] or key == "sample_id"
-    assert not world.replica.requests
-
-
-async def test_parameters_that_ask_for_what_happens_anyway_are_fine(world: "World") -> None:
-    rollout = await world.begin()
-    answer = await world.chat(
-        rollout, "Guess.", temperature=1, top_p=1.0, top_k=0, n=1, stream=False, tools=None, max_tokens=16, user="me"
-    )
-    assert answer.status == 200
-    assert world.replica.requests[0].sampling.max_new_tokens == 16
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}, "messages[0].content"),
-        ({"role": "robot", "content": "x"}, "messages[0].role"),
-        ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": "x", "audio": {"id": "1"}}, "messages[0].audio"),
-        ({"role": "assistant", "content": "x"}, "messages"),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
-        (5, "messages[0]"),
-    ],
-)
-async def test_a_message_that_is_not_served_is_refused_by_name(world: "World", message: Any, param: str) -> None:
-    rollout = await world.begin()
-    body = {"model": "policy", "messages": [message]}
-    answer = await world.post(f"{rollout['base_url']}/chat/completions", body)
-    assert (answer.status, answer.body["error"]["param"]) == (400, param)
-
-
-async def test_text_parts_are_one_text(world: "World") -> None:
-    rollout = await world.begin()
-    parts = [{"type": "text", "text": "Gue"}, {"type": "text", "text": "ss."}]
-    await world.chat(rollout, {"role": "user", "content": parts})
-    assert world.replica.requests[0].messages == [USER]
-
-
-async def test_a_body_that_is_too_large_is_413(world: "World") -> None:
-    rollout = await world.begin()
-    answer = await world.chat(rollout, "x" * MAX_BODY_BYTES)
-    assert (answer.status, answer.code) == (413, "body_too_large")
-
-
-async def test_unknown_routes_and_methods_are_told(world: "World") -> None:
-    assert (await world.post("/v1/other", {})).status == 404
-    async with world.http.get(f"{world.url}/v1/rollouts/lease") as response:
-        assert response.status == 405
-    async with world.http.get(f"{world.url}/healthz") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"worker": "", "max_rollouts": 1, "wait_s": 0},
-        {"worker": "w", "max_rollouts": 0, "wait_s": 0},
-        {"worker": "w", "max_rollouts": True, "wait_s": 0},
-        {"worker": "w", "max_rollouts": 1, "wait_s": -1},
-        {"worker": "w", "max_rollouts": 1},
-    ],
-)
-async def test_a_wrong_lease_request_is_400(world: "World", body: dict[str, Any]) -> None:
-    assert (await world.post("/v1/rollouts/lease", body, token="worker-token-0123456789")).status == 400
 
 
 # ---------------------------------------------------------------- closing
