@@ -549,6 +549,11 @@ class Run:
 # ---------------------------------------------------------------- record keys (the first two segments are a partition)
 
 
+def segment(text: str) -> str:
+    """An id as one segment of a key: a slash of its own would make the key ambiguous."""
+    return text.replace("%", "%25").replace("/", "%2F")
+
+
 RUN_PREFIX = "runs/all/"
 
 
@@ -561,15 +566,15 @@ def sample_prefix(run_id: str, purpose: Purpose) -> str:
 
 
 def sample_key(run_id: str, purpose: Purpose, sample_id: str) -> str:
-    return f"{sample_prefix(run_id, purpose)}{sample_id}"
+    return f"{sample_prefix(run_id, purpose)}{segment(sample_id)}"
 
 
 def call_prefix(run_id: str, purpose: Purpose, sample_id: str) -> str:
-    return f"calls/{run_id}/{purpose}/{sample_id}/"
+    return f"calls/{run_id}/{purpose}/{segment(sample_id)}/"
 
 
 def call_key(run_id: str, purpose: Purpose, sample_id: str, call_id: str) -> str:
-    return f"{call_prefix(run_id, purpose, sample_id)}{call_id}"
+    return f"{call_prefix(run_id, purpose, sample_id)}{segment(call_id)}"
 
 
 def secret_key(run_id: str, secret_hash: str) -> str:

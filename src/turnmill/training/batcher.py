@@ -1,6 +1,6 @@
 """Which samples to play next and which of them make the batch: pure logic, no I/O, no clock.
 
-    draw -> bind -> end ... end -> is_closed -> close -> draw of the next batch
+    draw -> bind -> end ... end -> is_closed -> close -> leave ... leave -> draw of the next batch
 
 The batch takes the earliest drawn groups with signal and closes once every group drawn before the last taken is
 decided, so a short conversation is never favoured. Everything else follows from that:
@@ -13,9 +13,10 @@ decided, so a short conversation is never favoured. Everything else follows from
 - At most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be needed,
   as many as the share of groups with signal so far lets expect. (Drawing fewer or more than expected was slower in
   simulations of easy, mixed and hard tasks: the former waits longer, the latter plays more surplus.)
-- When the batch closes, every sample outside it is dropped as surplus at once, played or not, so that the step never
-  waits for them. The next batch goes on in data order right after the last group taken: a surplus task is drawn again
-  and every task is either trained or decided to have no signal.
+- When the batch closes, every played sample outside it is dropped as surplus. Those still being played are leaving:
+  they are dropped when they end, so that the numbers of a step cover everything generated in it, long conversations
+  included. The next batch goes on in data order right after the last group taken: a surplus task is drawn again and
+  every task is either trained or decided to have no signal.
 """
 
 import random
@@ -47,8 +48,8 @@ class Drop:
 
     sample_id: str
     reason: DropReason
-    # It has not ended: a worker may still be playing it.
-    is_open: bool
+    # It has not ended: a worker may still be playing it (only when everything is cancelled).
+    is_open: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,6 @@ class Closed:
     # Sample ids group by group, in the order in which they were drawn; empty when no group had signal.
     groups: tuple[tuple[str, ...], ...]
     drops: tuple[Drop, ...]
-    # All groups up to the last one taken, without regard to signal: the set that no close decided about.
-    in_order: frozenset[str]
 
 
 class _State(Enum):
@@ -134,6 +133,8 @@ class BatchBuilder:
         self.position = position
         self._groups: list[_Group] = []
         self._group_of: dict[str, _Group] = {}
+        # Open samples that no batch has a place for any more.
+        self.leaving: set[str] = set()
         self._seen_signal = 0.0
         self._seen_groups = 0.0
 
@@ -142,7 +143,7 @@ class BatchBuilder:
     @property
     def num_in_flight(self) -> int:
         """Samples that hold a slot."""
-        return sum(group.num_in_flight for group in self._groups)
+        return sum(group.num_in_flight for group in self._groups) + len(self.leaving)
 
     def draw(self) -> list[Draw]:
         """Samples for the free slots, earliest group first; tell their ids with `bind` before anything else."""
@@ -204,7 +205,7 @@ class BatchBuilder:
         group.open_ids.remove(sample_id)
         drops: list[Drop] = []
         if stale:
-            drops.append(Drop(sample_id=sample_id, reason=DropReason.STALE, is_open=False))
+            drops.append(Drop(sample_id=sample_id, reason=DropReason.STALE))
         if stale or reward is None:
             group.num_replaced += 1
             if group.num_replaced > self._size:
@@ -214,6 +215,11 @@ class BatchBuilder:
         if len(group.rewards) == self._size:
             drops += self._decide(group, _State.SIGNAL if group.is_mixed else _State.NO_SIGNAL)
         return drops
+
+    def leave(self, sample_id: str, reward: float | None) -> list[Drop]:
+        """A leaving sample ended: surplus, or invalid and accounted for already."""
+        self.leaving.remove(sample_id)
+        return [] if reward is None else [Drop(sample_id=sample_id, reason=DropReason.SURPLUS)]
 
     def _decide(self, group: _Group, state: _State) -> list[Drop]:
         group.state = state
@@ -227,14 +233,10 @@ class BatchBuilder:
         return self._release(group, reason)
 
     def _release(self, group: _Group, reason: DropReason) -> list[Drop]:
-        """Let go of the group's valid and open samples; invalid and stale ones are accounted for already."""
-        drops = [
-            Drop(sample_id=sample_id, reason=reason, is_open=sample_id in group.open_ids)
-            for sample_id in group.sample_ids
-            if sample_id in group.rewards or sample_id in group.open_ids
-        ]
+        """Drop the group's valid samples and let the open ones leave; invalid and stale ones are accounted for."""
+        self.leaving |= group.open_ids
         group.open_ids.clear()
-        return drops
+        return [Drop(sample_id=sample_id, reason=reason) for sample_id in group.valid_ids]
 
     # ------------------------------------------------------------ the batch
 
@@ -262,8 +264,7 @@ class BatchBuilder:
         considered, rest = self._groups[:num_considered], self._groups[num_considered:]
         closed = Closed(
             groups=tuple(group.valid_ids for group in considered if group.state is _State.SIGNAL),
-            drops=tuple(drop for group in rest for drop in self._leave(group, DropReason.SURPLUS)),
-            in_order=frozenset(group.group_id for group in considered),
+            drops=tuple(drop for group in rest for drop in self._give_up(group, DropReason.SURPLUS)),
         )
         self.position += num_considered
         self._groups = []
@@ -272,12 +273,14 @@ class BatchBuilder:
 
     def cancel(self) -> list[Drop]:
         """Give up the batch being collected: everything that is not dropped yet, as cancelled."""
-        drops = [drop for group in self._groups for drop in self._leave(group, DropReason.CANCELLED)]
+        drops = [drop for group in self._groups for drop in self._give_up(group, DropReason.CANCELLED)]
+        drops += [Drop(sample_id=i, reason=DropReason.CANCELLED, is_open=True) for i in sorted(self.leaving)]
         self._groups = []
         self._group_of = {}
+        self.leaving = set()
         return drops
 
-    def _leave(self, group: _Group, reason: DropReason) -> list[Drop]:
+    def _give_up(self, group: _Group, reason: DropReason) -> list[Drop]:
         """Drops of a group outside the batch; without signal or abandoned, they were dropped when it was decided."""
         if group.state in (_State.UNDECIDED, _State.SIGNAL):
             return self._release(group, reason)

@@ -1,6 +1,7 @@
 """Plays until a batch is decided.
 
     builder.draw -> rollouts.request -> rollouts.ended -> read calls -> builder.end -> rollouts.drop -> ... -> Closed
+        -> drain: what is still being played ends and is counted, beside the optimizer step
 
 Consumes ended samples; waits for the next one or for `stop`; unblocked by the rollout source; produces one closed
 batch and the tally of everything played for it.
@@ -70,13 +71,25 @@ class Collector:
         finally:
             stopped.cancel()
         closed = self.builder.close()
-        tally.in_order |= closed.in_order
         await self._drop(closed.drops, tally)
         tally.seconds.generate_s += time.monotonic() - begun
         return closed
 
+    async def drain(self, tally: Tally, num_steps: int) -> None:
+        """Count the samples that no batch has a place for as they end; all are dropped when asked to stop."""
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        try:
+            while self.builder.leaving:
+                ended = await self._next_ended(stopped, tally)
+                if ended is None:
+                    await self.cancel()
+                    return
+                await self._take(ended, tally, num_steps)
+        finally:
+            stopped.cancel()
+
     async def cancel(self) -> None:
-        """Drop everything that was requested for the batch being collected."""
+        """Drop everything that was requested and is not in a batch."""
         await self._drop(self.builder.cancel(), Tally())
 
     async def _request(self) -> None:
@@ -102,16 +115,13 @@ class Collector:
 
     async def _take(self, ended: Sequence[SampleRecord], tally: Tally, num_steps: int) -> None:
         """Count the samples and let the builder decide about them."""
-        mine = [sample for sample in ended if self.builder.owns(sample.sample_id)]
+        mine = [sample for sample in ended if self._is_ours(sample.sample_id)]
         valid = [sample for sample in mine if sample.is_valid]
         for sample in valid:
             check_sample(sample)
         calls = dict(zip([s.sample_id for s in valid], await load_calls(self._records, valid), strict=True))
         drops: list[Drop] = []
         for sample in mine:
-            if not self.builder.owns(sample.sample_id):
-                # Its group was abandoned by an earlier one of these.
-                continue
             stale = False
             if sample.reward is None:
                 tally.num_invalid += 1
@@ -121,8 +131,14 @@ class Collector:
                 rollout = _rollout(sample, sample.reward, calls[sample.sample_id], num_steps)
                 tally.rollouts.append(rollout)
                 stale = rollout.staleness > self._config.age_tolerance
-            drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
+            if sample.sample_id in self.builder.leaving:
+                drops += self.builder.leave(sample.sample_id, sample.reward)
+            else:
+                drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
         await self._drop(drops, tally)
+
+    def _is_ours(self, sample_id: str) -> bool:
+        return self.builder.owns(sample_id) or sample_id in self.builder.leaving
 
     async def _drop(self, drops: Sequence[Drop], tally: Tally) -> None:
         tally.drop(drops)
@@ -163,7 +179,6 @@ def _rollout(sample: SampleRecord, reward: float, calls: Sequence[Call], num_ste
         if any(call.loss_mask):
             oldest = min(oldest, Version.parse(call.version).n)
     return Rollout(
-        group_id=sample.group_id,
         reward=reward,
         metrics=sample.metrics,
         num_sampled=sum(call.num_sampled for call in calls),

@@ -218,8 +218,15 @@ class _Training:
         await _write_all(records, [Write(key=batch.key, value=encode(batch), expected=0)])
         samples = await self._mark_batched(batch)
         groups = await self._load(batch, [sample for sample, _ in samples])
-        result = await asyncio.to_thread(self._trainer.step, groups)
-        stepped = time.monotonic()
+        draining = asyncio.create_task(self._collector.drain(self._tally, self.step), name="drain")
+        try:
+            result = await asyncio.to_thread(self._trainer.step, groups)
+            stepped = time.monotonic()
+            await draining
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+        drained = time.monotonic()
         version = Version(incarnation=self._status.incarnation, n=batch.step)
         digest = await asyncio.to_thread(self._trainer.fingerprint)
         self._fingerprints[str(version)] = digest
@@ -231,7 +238,8 @@ class _Training:
         await _write_all(records, [_state_write(s, SampleState.TRAINED, stored) for s, stored in samples])
         await self._ports.weights.prune([BASE_VERSION, previous, version])
         self._tally.seconds.train_s += stepped - begun
-        self._tally.seconds.publish_s += time.monotonic() - stepped
+        self._tally.seconds.generate_s += drained - stepped
+        self._tally.seconds.publish_s += time.monotonic() - drained
         return result
 
     async def _mark_batched(self, batch: Batch) -> list[tuple[SampleRecord, int]]:

@@ -18,7 +18,6 @@ from turnmill.training.trainer import StepResult
 class Rollout:
     """What the metrics need of a valid rollout."""
 
-    group_id: str
     reward: float
     metrics: dict[str, float]
     # Tokens that the model sampled.
@@ -50,12 +49,8 @@ class Tally:
     rollouts: list[Rollout] = field(default_factory=list)
     num_invalid: int = 0
     num_empty_rounds: int = 0
-    # Ids of the groups that were drawn up to the last one taken.
-    in_order: set[str] = field(default_factory=set)
     # Dropped after they were played, by reason.
     dropped: Counter[DropReason] = field(default_factory=Counter)
-    # Let go of while they were being played.
-    num_unfinished: int = 0
     seconds: Seconds = field(default_factory=Seconds)
 
     @property
@@ -64,22 +59,13 @@ class Tally:
 
     def drop(self, drops: Iterable[Drop]) -> None:
         """Count drops."""
-        for item in drops:
-            if item.is_open:
-                self.num_unfinished += 1
-            else:
-                self.dropped[item.reason] += 1
+        self.dropped.update(item.reason for item in drops)
 
     def values(self, *, threshold: float, num_trained: int) -> dict[str, float]:
-        """The metric's values about rollouts.
-
-        `reward_mean_in_order` leaves out the groups drawn after the last one taken: of those only the conversations
-        that were over when the batch closed are played to the end, and these tend to be short ones.
-        """
+        """The metric's values about rollouts."""
         values: dict[str, float] = {
             "num_generated": len(self.rollouts),
             "num_invalid": self.num_invalid,
-            "num_unfinished": self.num_unfinished,
             "num_trained": num_trained,
             "num_empty_rounds": self.num_empty_rounds,
             "invalid_share": self.num_invalid / max(1, self.num_ended),
@@ -90,7 +76,6 @@ class Tally:
         if not self.rollouts:
             return values
         rewards = [rollout.reward for rollout in self.rollouts]
-        ordered = [rollout.reward for rollout in self.rollouts if rollout.group_id in self.in_order]
         values |= {
             "reward_mean": fmean(rewards),
             "reward_min": min(rewards),
@@ -100,8 +85,6 @@ class Tally:
             "conversation_length_mean": fmean(rollout.length for rollout in self.rollouts),
             "staleness": max(rollout.staleness for rollout in self.rollouts),
         }
-        if ordered:
-            values["reward_mean_in_order"] = fmean(ordered)
         if self.seconds.generate_s > 0:
             num_sampled = sum(rollout.num_sampled for rollout in self.rollouts)
             values["tokens_per_s"] = num_sampled / self.seconds.generate_s

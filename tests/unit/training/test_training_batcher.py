@@ -26,6 +26,7 @@ class Table:
         self.group_of: dict[str, str] = {}
         self.rewards: dict[str, float | None] = {}
         self.fate: dict[str, DropReason] = {}
+        self.drawn_by_batch: list[list[str]] = []
         self._next: Counter[str] = Counter()
 
     def request(self) -> list[str]:
@@ -46,7 +47,10 @@ class Table:
     def end(self, sample_id: str, reward: float | None, *, stale: bool = False) -> None:
         self.rewards[sample_id] = reward
         self.open.remove(sample_id)
-        self.book(self.builder.end(sample_id, reward, stale=stale))
+        leaving = sample_id in self.builder.leaving
+        self.book(
+            self.builder.leave(sample_id, reward) if leaving else self.builder.end(sample_id, reward, stale=stale)
+        )
 
     def book(self, drops: Sequence[Drop]) -> None:
         for drop in drops:
@@ -57,15 +61,24 @@ class Table:
                 self.open.remove(drop.sample_id)
 
     def play(self, rule: Rewards, order: random.Random | None = None) -> Closed:
-        """Play to the end of a batch, first requested first (or in random order)."""
+        """Play to the end of a batch, first requested first (or in random order), and let the rest leave."""
+
+        def end_one() -> None:
+            sample_id = self.open[order.randrange(len(self.open)) if order else 0]
+            self.end(sample_id, rule(self.task_of[sample_id], int(sample_id.rpartition("_")[2])))
+
+        num_before = len(self.draws)
         while True:
             self.request()
             if self.builder.is_closed:
                 break
-            sample_id = self.open[order.randrange(len(self.open)) if order else 0]
-            self.end(sample_id, rule(self.task_of[sample_id], int(sample_id.rpartition("_")[2])))
+            end_one()
         closed = self.builder.close()
         self.book(closed.drops)
+        assert set(self.open) == self.builder.leaving
+        while self.builder.leaving:
+            end_one()
+        self.drawn_by_batch.append(list(dict.fromkeys(draw.group_id for draw in self.draws[num_before:])))
         return closed
 
 
@@ -121,10 +134,10 @@ def test_a_group_is_abandoned_after_as_many_replacements_as_it_has_samples(table
         victim = next(s for s in table.open if s.startswith("t0_"))
         table.end(victim, None)
         table.request()
-    assert not any(s.startswith("t0_") for s in table.open)
-    assert table.fate == dict.fromkeys(["t0_0", "t0_6", "t0_7"], DropReason.SURPLUS), "valid and open ones"
-    assert table.fate["t0_0"] is DropReason.SURPLUS
+    assert {s for s in table.open if s.startswith("t0_")} == table.builder.leaving == {"t0_6", "t0_7"}
+    assert table.fate == {"t0_0": DropReason.SURPLUS}
     closed = table.play(first_of_four)
+    assert table.fate["t0_6"] is table.fate["t0_7"] is DropReason.SURPLUS, "played to their end, and counted"
     assert [group[0] for group in closed.groups] == ["t1_0", "t2_0"]
 
 
@@ -152,7 +165,7 @@ def test_a_batch_waits_for_every_group_drawn_before_the_last_one_taken(table: Ta
     assert table.open == []
 
 
-def test_what_is_still_played_when_the_batch_closes_is_surplus_at_once(table: Table) -> None:
+def test_what_is_still_played_when_the_batch_closes_is_played_to_its_end_and_surplus(table: Table) -> None:
     closed = table.play(first_of_four)
     assert len(closed.groups) == 2
     assert table.open == []
@@ -210,6 +223,18 @@ def test_cancelling_drops_everything_that_is_not_dropped_yet(table: Table) -> No
     assert table.builder.position == 0
 
 
+def test_cancelling_drops_open_samples_those_that_are_leaving_included(table: Table) -> None:
+    table.request()
+    for _ in range(5):
+        table.end(next(s for s in table.open if s.startswith("t0_")), None)
+        table.request()
+    leaving, others = set(table.builder.leaving), set(table.open) - table.builder.leaving
+    assert leaving and others
+    table.book(table.builder.cancel())
+    assert table.open == [] and table.builder.num_in_flight == 0
+    assert {s for s, reason in table.fate.items() if reason is DropReason.CANCELLED} == leaving | others
+
+
 def test_an_open_batch_can_not_be_closed(table: Table) -> None:
     table.request()
     with pytest.raises(RuntimeError, match="still open"):
@@ -264,7 +289,7 @@ def test_invariants_hold_in_a_random_simulation(seed: int) -> None:
     drawn = list(dict.fromkeys(draw.group_id for draw in table.draws))
     members = {group_id: [s for s, g in table.group_of.items() if g == group_id] for group_id in drawn}
     trained: set[str] = set()
-    for closed in batches:
+    for closed, drawn_here in zip(batches, table.drawn_by_batch, strict=True):
         assert len(closed.groups) <= config.groups_per_batch
         for group in closed.groups:
             assert len(group) == config.number_generation, "never trained smaller"
@@ -273,19 +298,20 @@ def test_invariants_hold_in_a_random_simulation(seed: int) -> None:
             assert len({table.group_of[s] for s in group}) == 1
             trained |= set(group)
         taken = [table.group_of[group[0]] for group in closed.groups]
-        considered = [group_id for group_id in drawn if group_id in closed.in_order]
-        assert taken == [g for g in considered if any(s in trained for s in members[g])], (
-            "earliest with signal, in order"
+        considered = (
+            drawn_here[: drawn_here.index(taken[-1]) + 1] if len(taken) == config.groups_per_batch else drawn_here
         )
+        for group_id in considered:
+            valid = [r for s in members[group_id] if (r := table.rewards.get(s)) is not None]
+            has_signal = len(valid) == config.number_generation and len(set(valid)) > 1
+            assert (group_id in taken) == has_signal, "earliest with signal, in order"
         assert len(considered) <= config.groups_per_batch * (1 + config.max_refill_rounds)
         if len(taken) < config.groups_per_batch:
             assert len(considered) == config.groups_per_batch * (1 + config.max_refill_rounds), "only at the limit"
     for sample_id in table.task_of:
         fates = [sample_id in trained, sample_id in table.fate, table.rewards.get(sample_id, 0.0) is None]
         assert sum(fates) == 1, f"{sample_id} is trained, dropped or invalid, and only one of these: {fates}"
-    for group_id in drawn:
-        invalid = [s for s in members[group_id] if table.rewards.get(s, 0.0) is None]
-        assert len(invalid) <= config.number_generation + 1
+    assert all(len(members[group_id]) <= 2 * config.number_generation for group_id in drawn), "replacements end"
     assert table.open == []
 
 

@@ -5,28 +5,21 @@ from turnmill.training.batcher import Drop
 from turnmill.training.tally import Rollout, Tally
 
 
-def rollout(score: float, group_id: str = "g", **metrics: float) -> Rollout:
-    return Rollout(group_id=group_id, reward=score, metrics=metrics, num_sampled=4, length=30, staleness=0)
+def rollout(score: float, **metrics: float) -> Rollout:
+    return Rollout(reward=score, metrics=metrics, num_sampled=4, length=30, staleness=0)
 
 
 def test_means_are_over_all_valid_rollouts_before_any_filter() -> None:
-    tally = Tally(rollouts=[rollout(1.0, "a", turns=2), rollout(0.0, "a", turns=6), rollout(0.5, "b")], num_invalid=1)
-    tally.in_order.add("a")
+    tally = Tally(rollouts=[rollout(1.0, turns=2), rollout(0.0, turns=6), rollout(0.5)], num_invalid=1)
     tally.seconds.generate_s = 2.0
-    tally.drop(
-        [
-            Drop(sample_id="x", reason=DropReason.NO_SIGNAL, is_open=False),
-            Drop(sample_id="y", reason=DropReason.SURPLUS, is_open=True),
-        ]
-    )
+    tally.drop([Drop(sample_id="x", reason=DropReason.NO_SIGNAL)])
     values = tally.values(threshold=0.5, num_trained=2)
     assert values["reward_mean"] == 0.5 and values["reward_min"] == 0.0 and values["reward_max"] == 1.0
-    assert values["reward_mean_in_order"] == 0.5
     assert values["solved"] == pytest.approx(2 / 3)
     assert values["invalid_share"] == 0.25
     assert values["dropped_share"] == pytest.approx(1 / 3)
     assert values["dropped_no_signal"] == 1 and values["dropped_surplus"] == 0
-    assert values["num_unfinished"] == 1 and values["num_generated"] == 3 and values["num_trained"] == 2
+    assert values["num_generated"] == 3 and values["num_trained"] == 2
     assert values["turns_mean"] == 4.0
     assert values["response_length_mean"] == 4 and values["conversation_length_mean"] == 30
     assert values["tokens_per_s"] == 6.0
