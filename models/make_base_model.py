@@ -245,7 +245,7 @@ def pretrain(
         ).view(len(ids_bt), -1)
         loss = (loss_bt * mask_bt[:, 1:]).sum() / mask_bt[:, 1:].sum()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         total += loss.item()

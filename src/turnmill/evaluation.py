@@ -1,6 +1,6 @@
 """Held-out evaluation: every task the same number of times, at the run's sampling parameters, with fixed seeds.
 
-    tasks x passes -> sample requests -> ended samples -> solve rate over all valid rollouts
+tasks x passes -> sample requests -> ended samples -> solve rate over all valid rollouts
 """
 
 import asyncio
@@ -68,9 +68,7 @@ async def evaluate(
     return summarise(valid, num_tasks=len(tasks), num_invalid=num_invalid, threshold=threshold)
 
 
-def summarise(
-    valid: Sequence[SampleRecord], *, num_tasks: int, num_invalid: int, threshold: float
-) -> Evaluation:
+def summarise(valid: Sequence[SampleRecord], *, num_tasks: int, num_invalid: int, threshold: float) -> Evaluation:
     """Means over `valid`, at least one."""
     rewards = [sample.reward for sample in valid if sample.reward is not None]
     solved = sum(reward >= threshold for reward in rewards) / len(rewards)

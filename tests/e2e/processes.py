@@ -22,6 +22,7 @@ PARAMETERS = {
     "max-steps": "4",
     "global-batch-size": "16",
     "number-generation": "4",
+    "max-refill-rounds": "50",
     "eval-rollouts": "10",
     "worker-lease-s": "2",
     "max-concurrent-rollouts": "32",

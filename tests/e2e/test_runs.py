@@ -108,8 +108,7 @@ def test_a_file_like_the_references_sample_runs_to_its_end(tmp_path: Path) -> No
         {"id": f"sample-{i:03d}", "metadata": {"prompt": prompt, "answer": words[i % len(words)]}} for i in range(300)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"max_steps": "1", "max_length": "320", "max_refill_rounds": "2"}
-    with start_run(tmp_path / "root", data=data, **changes) as running:
+    with start_run(tmp_path / "root", data=data, max_steps="1", max_length="320", max_refill_rounds="2") as running:
         figures = running.finish()
     assert figures["status"] == "succeeded"
     check_accounting(tmp_path / "root", figures)

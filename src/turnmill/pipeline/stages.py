@@ -188,6 +188,8 @@ async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
         )
     if status is not None and status.state == "failed":
         raise StageFailed(f"the trainer stopped at step {status.step}: {status.error}")
+    if status is not None and status.state == "cancelled":
+        raise StageFailed(f"the trainer was told to stop at step {status.step} by somebody else than this pipeline")
     await check_roles(ctx.launcher)
     for role in await ctx.launcher.statuses():
         if role.name == handle["trainer"] and role.state == "exited":

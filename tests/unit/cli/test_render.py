@@ -45,7 +45,11 @@ def test_the_time_left_follows_the_pace_of_the_last_ten_steps() -> None:
 def test_the_summary_quotes_first_and_last_ten_rewards_and_both_evaluations() -> None:
     stages = (
         StageRecord(
-            name="SubmitTraining", state="done", started_at=10.0, ended_at=52.0, result={"checkpoint": "/c", "steps": 12}
+            name="SubmitTraining",
+            state="done",
+            started_at=10.0,
+            ended_at=52.0,
+            result={"checkpoint": "/c", "steps": 12},
         ),
         StageRecord(
             name="Evaluate",

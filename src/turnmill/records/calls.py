@@ -1,0 +1,116 @@
+"""One generation: how it is drawn, asked for, recorded and answered."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
+from turnmill.records.keys import call_key
+from turnmill.records.outcomes import FinishReason, Purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn; the log-prob of a token is log-softmax(logits / temperature) over the full vocabulary."""
+
+    temperature: float = 1.0
+    # 0: no limit.
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 4096
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Tokens drawn greedily or from a truncated support can't be trained (loss mask 0)."""
+        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """Proxy -> replica: one call."""
+
+    sample_id: str
+    # The call id `<sample>_<c>`.
+    step_id: str
+    # With a parent: only the messages after the parent's reply. Without: the whole conversation.
+    messages: list[dict[str, Any]]
+    version: str = PROTOCOL_VERSION
+    # Call whose tokens this one continues; None starts a conversation.
+    parent: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    sampling: Sampling = Sampling()
+    # Delivery epoch: a deliberate re-send has the next one.
+    epoch: int = 0
+    run_id: str = ""
+    purpose: Purpose = Purpose.TRAIN
+    attempt: int = 1
+    # Digest of messages, tools and sampling (replay compares it).
+    request_digest: str = ""
+    # Most tokens of the conversation, prompt included.
+    max_length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One generation, as a delta on its parent: tokens are append-only along the path of parents.
+
+    `token_ids` = the rendered new messages (mask 0) followed by what was sampled (mask 1). Axes: T positions.
+    """
+
+    run_id: str
+    purpose: Purpose
+    sample_id: str
+    call_id: str
+    # Attempt that made it.
+    attempt: int
+    parent: str | None
+    # Digest of the parent, "" without one: a chain over the whole conversation.
+    parent_digest: str
+    # Index among `n` choices.
+    choice: int
+    request_digest: str
+    sampling: Sampling
+    # New input messages of this call and the assistant's reply.
+    messages: list[dict[str, Any]]
+    reply: dict[str, Any]
+    token_ids: list[int]
+    # 1 exactly on sampled tokens that may be trained, the end-of-turn token included.
+    loss_mask: list[int]
+    # Log-prob of each sampled token, for the last len(logprobs) positions of token_ids.
+    logprobs: list[float]
+    # Weights that sampled it.
+    version: str
+    finish_reason: FinishReason
+    created_at: float
+    digest: str = ""
+
+    @property
+    def key(self) -> str:
+        return call_key(self.run_id, self.purpose, self.sample_id, self.call_id)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    def expected_digest(self) -> str:
+        return digest_of(encode(replace(self, digest="")))
+
+    def sealed(self) -> "Call":
+        """A copy that carries its digest."""
+        return replace(self, digest=self.expected_digest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResponse:
+    """Replica -> proxy: the call is recorded (a wake-up), or failed with `error`."""
+
+    sample_id: str
+    step_id: str
+    # {"choices": [{message, finish_reason, logprobs{content[{token: "token_id:N", logprob}]}}], "serving_model_num"}
+    data: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    version: str = PROTOCOL_VERSION
+    # {"code": ..., "message": ...}
+    error: dict[str, str] | None = None
+    run_id: str = ""
+    purpose: Purpose = Purpose.TRAIN

@@ -1,0 +1,52 @@
+"""Under which keys records are stored. The first two segments are a partition."""
+
+from turnmill.records.outcomes import Purpose
+
+
+def segment(text: str) -> str:
+    """An id as one segment of a key: a slash of its own would make the key ambiguous."""
+    return text.replace("%", "%25").replace("/", "%2F")
+
+
+RUN_PREFIX = "runs/all/"
+
+
+def run_key(run_id: str) -> str:
+    return f"{RUN_PREFIX}{run_id}"
+
+
+def sample_prefix(run_id: str, purpose: Purpose) -> str:
+    return f"samples/{run_id}/{purpose}/"
+
+
+def sample_key(run_id: str, purpose: Purpose, sample_id: str) -> str:
+    return f"{sample_prefix(run_id, purpose)}{segment(sample_id)}"
+
+
+def call_prefix(run_id: str, purpose: Purpose, sample_id: str) -> str:
+    return f"calls/{run_id}/{purpose}/{segment(sample_id)}/"
+
+
+def call_key(run_id: str, purpose: Purpose, sample_id: str, call_id: str) -> str:
+    return f"{call_prefix(run_id, purpose, sample_id)}{segment(call_id)}"
+
+
+def secret_key(run_id: str, secret_hash: str) -> str:
+    """Points from the hash of a chat or report secret to the key of its sample."""
+    return f"secrets/{run_id}/{secret_hash}"
+
+
+def training_key(run_id: str) -> str:
+    return f"training/{run_id}/status"
+
+
+def replica_key(run_id: str, replica: str) -> str:
+    return f"replicas/{run_id}/{replica}"
+
+
+def worker_key(run_id: str, worker: str) -> str:
+    return f"workers/{run_id}/{worker}"
+
+
+def dead_letter_key(run_id: str, name: str) -> str:
+    return f"dead_letters/{run_id}/{name}"

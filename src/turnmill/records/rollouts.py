@@ -1,0 +1,162 @@
+"""Tasks, what is asked of a worker, what comes back, and the record of a sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
+from turnmill.records.keys import dead_letter_key, sample_key
+from turnmill.records.outcomes import DropReason, FinishReason, InvalidReason, Purpose, SampleState, StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One row of the data."""
+
+    id: str
+    # The row's `metadata`, passed through as is (prompt, answer?, task?, info?).
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """Scheduler -> worker: play one sample (v0 fields first, ours after)."""
+
+    sample_id: str
+    # ISO 8601, UTC.
+    timestamp: str
+    # Most tokens of one conversation, prompt included.
+    max_length: int
+    # {"range": [low, high]}
+    rewards: dict[str, list[float]]
+    # The task's metadata.
+    data: dict[str, Any]
+    version: str = PROTOCOL_VERSION
+    run_id: str = ""
+    purpose: Purpose = Purpose.TRAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResponse:
+    """Proxy -> trainer: a sample ended; the sample record holds the truth."""
+
+    sample_id: str
+    stop_reason: str
+    # {"aggregate_score": float | None}; None only together with `reason`.
+    rewards: dict[str, float | None]
+    version: str = PROTOCOL_VERSION
+    reason: InvalidReason | None = None
+    run_id: str = ""
+    purpose: Purpose = Purpose.TRAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The model's answer to one call, as an environment sees it."""
+
+    # {"role": "assistant", "content": ...}: goes into the conversation as it is.
+    message: dict[str, Any]
+    finish_reason: FinishReason
+    # Token counts by their OpenAI names (prompt_tokens, completion_tokens, total_tokens).
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def content(self) -> str:
+        """The text of the message, "" where it has none."""
+        return self.message.get("content") or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """Runner -> worker -> proxy: how an attempt ended. Either a reward or the reason why there is none."""
+
+    reward: float | None = None
+    reason: InvalidReason | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    # None where the conversation did not come to an end.
+    stop_reason: StopReason | None = None
+    # Text for people: what went wrong.
+    detail: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.reason is None):
+            raise ValueError("a rollout result has a reward or a reason, and never both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """One rollout of a task and everything that was decided about it."""
+
+    run_id: str
+    purpose: Purpose
+    # `<task>_<g>`; g counts up over the whole run and is never reused.
+    sample_id: str
+    task_id: str
+    # Samples whose rewards are compared share it.
+    group_id: str
+    state: SampleState
+    created_at: float
+    # What the worker is given.
+    request: RolloutRequest
+    # Past this the scheduler ends the sample as INVALID(infra); it covers all attempts.
+    deadline: float
+    # 1 for the first lease; 0 before.
+    attempt: int = 0
+    # SHA-256 hex of the attempt's secrets; None before the first lease.
+    chat_secret_hash: str | None = None
+    report_secret_hash: str | None = None
+    lease_token_hash: str | None = None
+    # Opaque receipt of the leased queue message.
+    receipt: str | None = None
+    # The c of the attempt's first own call; earlier attempts never reuse it.
+    first_call: int = 0
+    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none).
+    call_bound: int = 0
+    # None until REPORTED, and None for INVALID.
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop_reason: str | None = None
+    # Call ids that the reporting attempt consumed, own or replayed, in order of first use.
+    calls: tuple[str, ...] = ()
+    reason: InvalidReason | None = None
+    # Text for people: what went wrong.
+    detail: str | None = None
+    drop_reason: DropReason | None = None
+    # Optimizer step that it is batched in.
+    step: int | None = None
+    # Digest over identity, attempt, reward, metrics and calls, written with REPORTED.
+    report_digest: str | None = None
+
+    @property
+    def key(self) -> str:
+        return sample_key(self.run_id, self.purpose, self.sample_id)
+
+    @property
+    def is_valid(self) -> bool:
+        """It was played to an end that the policy caused, and scored."""
+        return self.reward is not None
+
+    def expected_report_digest(self) -> str:
+        """What `report_digest` must be; a difference means that the stored record was altered."""
+        return digest_of(
+            self.key.encode(),
+            encode([self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadSample:
+    """A dead letter about a sample: no attempt brought it to an end."""
+
+    run_id: str
+    purpose: Purpose
+    sample_id: str
+    # Leases that were used up.
+    num_attempts: int
+    # Text for people: what went wrong.
+    detail: str
+    dead_at: float
+    request: RolloutRequest
+
+    @property
+    def key(self) -> str:
+        return dead_letter_key(self.run_id, f"{self.purpose}/{self.sample_id}")

@@ -1,0 +1,51 @@
+"""Runs and the history of their stages."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnmill.records.keys import run_key
+from turnmill.records.outcomes import RunKind, RunStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """One entry of a run's history."""
+
+    name: str
+    # running | done | failed
+    state: str
+    started_at: float
+    ended_at: float | None = None
+    handle: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    num_retries: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run: at most one per cause."""
+
+    run_id: str
+    # What started it (a CLI call is a cause of its own each time).
+    cause: str
+    status: RunStatus
+    created_at: float
+    kind: RunKind = RunKind.TRAIN
+    # Parameter values and where each came from.
+    config: dict[str, Any]
+    sources: dict[str, str]
+    # None for an evaluation alone.
+    data_path: str | None
+    eval_path: str | None = None
+    ended_at: float | None = None
+    error: str | None = None
+    stages: tuple[StageRecord, ...] = ()
+    # SHA-256 hex of the token that this run's workers show.
+    worker_token_hash: str | None = None
+    # Pid of the control process.
+    pid: int | None = None
+
+    @property
+    def key(self) -> str:
+        return run_key(self.run_id)

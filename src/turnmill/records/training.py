@@ -1,0 +1,117 @@
+"""Weight versions, batches, metrics, and where each process is."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from turnmill.records.keys import worker_key
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Version:
+    """Weights: n counts optimizer steps, `incarnation` the trainer processes of the run. 0.0 is the base model."""
+
+    incarnation: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.n}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Version":
+        incarnation, n = text.split(".")
+        return cls(incarnation=int(incarnation), n=int(n))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVersion:
+    """Published weights."""
+
+    version: Version
+    # `weights.fingerprint` of the tensors.
+    digest: str
+    # Folder or URI that holds `model.safetensors`.
+    location: str
+
+
+class BatchState(StrEnum):
+    """A batch is recorded before its step and applied by one compare-and-set."""
+
+    RECORDED = "recorded"
+    APPLIED = "applied"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The samples of one optimizer step, in order, group by group."""
+
+    run_id: str
+    step: int
+    # One tuple of sample ids a group.
+    groups: tuple[tuple[str, ...], ...]
+    state: BatchState = BatchState.RECORDED
+    # Version made by the step and its weight digest; None until APPLIED.
+    version: Version | None = None
+    digest: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"batches/{self.run_id}/{self.step:08d}"
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        return tuple(sample_id for group in self.groups for sample_id in group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """Numbers of one optimizer step, over all valid rollouts generated in it."""
+
+    run_id: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStatus:
+    """Where the trainer is; written by the trainer, read by the pipeline and the CLI."""
+
+    run_id: str
+    # running | succeeded | failed | cancelled
+    state: str
+    step: int
+    max_steps: int
+    incarnation: int
+    updated_at: float
+    error: str | None = None
+    # Folder of the final checkpoint.
+    checkpoint: str | None = None
+    # Version that the final checkpoint holds.
+    version: Version | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStatus:
+    """What a replica serves; written by the replica at each weight swap."""
+
+    run_id: str
+    replica: str
+    version: Version
+    # Weight fingerprints that this replica computed from its own memory, by version text; the last few.
+    fingerprints: dict[str, str]
+    updated_at: float
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A worker that asked the proxy for work; written by the proxy at the worker's first lease."""
+
+    run_id: str
+    worker: str
+    since: float
+
+    @property
+    def key(self) -> str:
+        return worker_key(self.run_id, self.worker)
