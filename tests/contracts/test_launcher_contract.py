@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from turnmill.errors import BackendUnavailable
 from turnmill.ports import Launcher, RoleSpec, RoleStatus
 
 
@@ -144,6 +145,29 @@ async def test_closing_ends_everything_even_while_restarts_are_pending(open_laun
     await asyncio.sleep(0.1)
     assert [status.num_restarts for status in await launcher.statuses()] == before
     await launcher.close()
+
+
+@pytest.mark.parametrize("way", ["stop", "close"])
+async def test_a_role_that_waits_for_its_restart_can_be_ended(open_launcher: Callable[..., Launcher], way: str) -> None:
+    launcher = open_launcher(restart_pause_s=1000.0)
+    await launcher.start(spec("a", "crash", max_restarts=5))
+    await status_when(launcher, "a", lambda status: status.exit_code == 3)
+    if way == "stop":
+        await launcher.stop("a")
+    else:
+        await launcher.close()
+    [status] = await launcher.statuses()
+    assert (status.state, status.num_restarts, status.pid) == ("exited", 0, None)
+    assert status.log_tail.count("about to crash") == 1
+    await launcher.close()
+
+
+async def test_a_closed_launcher_starts_nothing(open_launcher: Callable[..., Launcher]) -> None:
+    launcher = open_launcher()
+    await launcher.close()
+    with pytest.raises(BackendUnavailable, match="closed"):
+        await launcher.start(spec("a", "wait"))
+    assert await launcher.statuses() == []
 
 
 async def test_a_cancelled_close_goes_on_to_its_end(open_launcher: Callable[..., Launcher]) -> None:

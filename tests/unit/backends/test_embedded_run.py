@@ -26,7 +26,8 @@ async def main():
     await launcher.start(RoleSpec(role="worker", name="second", run_id="run"))
     while not all("ready" in status.log_tail for status in await launcher.statuses()):
         await asyncio.sleep(0.01)
-    print("started", flush=True)
+    await asyncio.sleep(0.1)
+    print(*[status.state for status in await launcher.statuses()], flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
@@ -88,7 +89,7 @@ def test_a_run_id_that_names_no_folder_is_refused(tmp_path: Path, run_id: str) -
 def test_a_role_can_tell_that_its_launcher_was_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANING_LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
+        assert process.stdout.readline() == b"running running\n"
         process.send_signal(signal.SIGKILL)
     for name in ("first", "second"):
         log = tmp_path / "runs" / "run" / "logs" / f"{name}.log"

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,15 +178,24 @@ async def test_the_log_of_writes_is_brought_back_before_it_grows_large(path: Pat
     assert path.with_name("items.db-wal").stat().st_size < 20_000_000
 
 
-async def test_a_cancelled_caller_does_not_disturb_the_others(path: Path, database: Database) -> None:
+async def test_a_cancelled_caller_does_not_disturb_the_others_of_its_batch(path: Path, database: Database) -> None:
+    running, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: sqlite3.Connection) -> str:
+        running.set()
+        go_on.wait()
+        return insert(connection, "slow")
+
     other = await locked(path, database)
-    cancelled = database.write(lambda connection: insert(connection, "a"))
-    await asyncio.sleep(0.02)
-    behind = database.write(lambda connection: insert(connection, "b"))
-    cancelled.cancel()
+    first = database.write(lambda connection: insert(connection, "first"))
+    await asyncio.sleep(0.05)
+    cancelled, neighbour = database.write(slow), database.write(lambda connection: insert(connection, "neighbour"))
     other.execute("COMMIT")
     other.close()
-    assert await behind == "b"
+    await asyncio.to_thread(running.wait)
+    cancelled.cancel()
+    go_on.set()
+    assert (await first, await neighbour) == ("first", "neighbour")
 
 
 def test_it_serves_uvloop_and_one_loop_after_another(path: Path) -> None:

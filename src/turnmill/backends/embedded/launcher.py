@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnmill.backends.embedded.files import disk
+from turnmill.errors import BackendUnavailable
 from turnmill.ports import RoleSpec, RoleStatus
 from turnmill.telemetry import redact
 
@@ -73,7 +74,9 @@ class ProcessLauncher:
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self, spec: RoleSpec) -> None:
-        """See `ports.Launcher.start`; raises `BackendUnavailable` if the process can't be made."""
+        """See `ports.Launcher.start`; raises `BackendUnavailable` if the process can't be made, or after `close`."""
+        if self._closing is not None:
+            raise BackendUnavailable(f"{spec.name} can't be started: the launcher is closed")
         known = self._roles.get(spec.name)
         if known is not None and known.state == "running" and not known.stopping.is_set():
             return
@@ -121,7 +124,7 @@ class ProcessLauncher:
         await asyncio.shield(self._closing)
 
     async def _stop_all(self) -> None:
-        # No new starts while the others are still being stopped.
+        # Ends the pauses before restarts.
         for role in self._roles.values():
             if role.ended.done():
                 role.stopping.set()
@@ -132,7 +135,8 @@ class ProcessLauncher:
         """Consumes the child's end, starts it again or says how it ended."""
         while True:
             role.exit_code = await role.ended
-            if role.stopping.is_set() or role.exit_code == 0:
+            # While others are being stopped a role may die of it; that is no reason to start it again.
+            if role.exit_code == 0 or role.stopping.is_set() or self._closing is not None:
                 role.state = "exited"
                 return
             if role.num_restarts >= role.spec.max_restarts:

@@ -200,7 +200,7 @@ class SqliteQueue:
 
     def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
         now = self._clock()
-        connection.execute("UPDATE messages SET state = 1, token = NULL WHERE state = 2 AND visible_at <= ?", (now,))
+        connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND visible_at <= ?", (now,))
         token = secrets.token_hex(8)
         leased: list[Leased] = []
         while len(leased) < max_messages:
