@@ -37,7 +37,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_TURNS = 6
-# Share of turns that are no legal guess, so that the model has seen the answer to one.
+# Share of a careless player's turns that are no legal guess, so that the model has seen the answer to one.
 INVALID_SHARE = 0.03
 INVALID_REPLY = "Not a five-letter word."
 
@@ -137,16 +137,16 @@ class Games:
     def play(self, answer: int, careful: bool, rng: random.Random) -> tuple[list[int], list[int]]:
         """One game: a careful player guesses only words that all feedback so far allows, a careless one any word.
 
-        A few turns are no legal guess: context only (mask 0) in a careful game, learned in a careless one.
+        A few turns of the careless one are no legal guess at all.
         """
         ids, mask = list(self.opening), [0] * len(self.opening)
         allowed = np.ones(len(self.words), bool)
         for turn in range(NUM_TURNS):
-            if rng.random() < INVALID_SHARE and turn < NUM_TURNS - 1:
+            if not careful and turn < NUM_TURNS - 1 and rng.random() < INVALID_SHARE:
                 text = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.choice((1, 2, 3, 4, 6))))
                 said = [*self.tokenizer.encode(text, add_special_tokens=False), self.end]
                 ids += [*said, *self.invalid_reply]
-                mask += [0 if careful else 1] * len(said) + [0] * len(self.invalid_reply)
+                mask += [1] * len(said) + [0] * len(self.invalid_reply)
                 continue
             if careful:
                 options = np.flatnonzero(allowed)

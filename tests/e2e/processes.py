@@ -15,7 +15,7 @@ from typing import Any
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.records import Batch, Purpose, SampleRecord, decode, sample_prefix
-from turnmill.wiring import run_loop
+from turnmill.wiring.event_loop import run_loop
 
 # Small, and quick to notice a dead worker.
 PARAMETERS = {

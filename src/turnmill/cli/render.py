@@ -17,6 +17,7 @@ RUN_STYLES = {
     RunStatus.SUCCEEDED: "green",
     RunStatus.FAILED: "red",
     RunStatus.CANCELLED: "yellow",
+    RunStatus.INTERRUPTED: "red",
 }
 
 

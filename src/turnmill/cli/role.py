@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from turnmill.wiring import ROLES, run_role
+from turnmill.wiring.roles import ROLES, run_role
 
 
 @click.command(hidden=True)

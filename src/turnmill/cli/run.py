@@ -21,7 +21,9 @@ from turnmill.cli.show import find_run, json_option, load_metrics, root_option
 from turnmill.config import Resolved, base_model_of, load_config
 from turnmill.errors import Cancelled, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
-from turnmill.wiring import Order, check_order, execute, read_metrics, read_run, run_loop
+from turnmill.wiring.control import Order, check_order, execute
+from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading import read_metrics, read_run
 
 VIEW_INTERVAL_S = 0.5
 # Without a terminal a line is printed every so many steps.

@@ -17,7 +17,8 @@ from rich.text import Text
 from turnmill.cli import render
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
-from turnmill.wiring import list_runs, read_metrics, run_loop
+from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading import list_runs, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
 WATCH_INTERVAL_S = 0.5

@@ -61,6 +61,8 @@ class RunStatus(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    # Never stored: how an active run looks whose control process is gone.
+    INTERRUPTED = "interrupted"
 
     @property
     def is_final(self) -> bool:

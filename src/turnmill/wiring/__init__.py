@@ -1,0 +1,6 @@
+"""The composition root: which parts make a control process, and which make each role.
+
+control.execute(order) -> run record, ports, proxy, launcher -> pipeline walks its stages -> all closed in reverse
+roles.run_role(name)   -> ports of the run -> worker | replica | trainer until it is done or asked to stop
+reading                -> what the records of a deployment say, for everybody who only looks
+"""

@@ -1,0 +1,171 @@
+"""A run from the order to its end, in the control process.
+
+order -> checks -> run record -> ports, proxy, launcher -> pipeline walks its stages -> all closed in reverse
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from turnmill import assets
+from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
+from turnmill.config import Config, Resolved, to_dict
+from turnmill.config.values import suggest
+from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.sessions import Sessions
+from turnmill.environment import Environment, load
+from turnmill.errors import DataError, InvalidInput, TurnmillError
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
+from turnmill.intake.dataset import read_tasks, validate
+from turnmill.pipeline.engine import RunRecord, walk
+from turnmill.pipeline.stages import StageContext, stages_of
+from turnmill.ports import RunPorts
+from turnmill.records import Purpose, Run, RunKind, RunStatus, Task
+from turnmill.rollout.scheduler import Scheduler
+from turnmill.wiring import variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a user asked for: a kind of run on data, with resolved parameters."""
+
+    kind: RunKind
+    resolved: Resolved
+    data: Path | None
+    eval_data: Path | None
+
+
+def new_run_id(now: float | None = None) -> str:
+    """UTC time and a random suffix; opaque to everything else."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+
+
+def check_order(order: Order) -> None:
+    """What can be known before anything is made; raises `InvalidInput`."""
+    missing = [name for name in ("torch", "transformers", "safetensors", "numpy") if find_spec(name) is None]
+    if missing:
+        raise InvalidInput(
+            f"training and evaluation need {', '.join(missing)}: install the extra, pip install 'turnmill[train]'"
+        )
+    base_model = order.resolved.config.base_model
+    folder = assets.model_folder(base_model)
+    if not (folder / "config.json").is_file():
+        names = assets.shipped_models()
+        raise InvalidInput(
+            f'base_model = "{base_model}" ({order.resolved.sources["base_model"]}) is neither a shipped model '
+            f"({', '.join(names)}) nor a folder with a Hugging Face model (config.json){suggest(base_model, names)}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InvalidInput(f"base_model folder {folder} has no .safetensors file; other weight formats are not loaded")
+    environment = load(order.resolved.config.env, order.resolved.config.env_args)
+    for path in (order.data, order.eval_data):
+        if path is not None:
+            for task in read_tasks(path):
+                _check_task(environment, task, path)
+
+
+def _check_task(environment: Environment, task: Task, path: Path) -> None:
+    try:
+        environment.validate(task)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+async def execute(
+    root: Path, order: Order, *, cancel: asyncio.Event, created: Callable[[Run], None]
+) -> tuple[Run, TurnmillError | None]:
+    """Run `order` to its end in this process (control and proxy) and its children (worker, replicas, trainer).
+
+    Returns the final run record and what went wrong. `created` is told the run as soon as it exists.
+    """
+    token = secrets.token_urlsafe(32)
+    run = Run(
+        run_id=new_run_id(),
+        cause=f"cli/{secrets.token_hex(8)}",
+        status=RunStatus.ACTIVE,
+        created_at=time.time(),
+        kind=order.kind,
+        config=to_dict(order.resolved.config),
+        sources=order.resolved.sources,
+        data_path=str(order.data.resolve()) if order.data else None,
+        eval_path=str(order.eval_data.resolve()) if order.eval_data else None,
+        worker_token_hash=hashlib.sha256(token.encode()).hexdigest(),
+        pid=os.getpid(),
+    )
+    runs = open_root_records(root)
+    try:
+        record = await RunRecord.create(runs, run)
+        created(run)
+        async with _control(root, run, order.resolved.config, token) as ctx:
+            return await walk(ctx, stages_of(run.kind), record, cancel)
+    finally:
+        runs.close()
+
+
+@asynccontextmanager
+async def _control(root: Path, run: Run, config: Config, token: str) -> AsyncIterator[StageContext]:
+    ports = open_run(root, run.run_id, num_replicas=config.generation_replicas)
+    launcher = ProcessLauncher(root)
+    evaluations = BackgroundEvaluations(_player(ports, run, config))
+    sessions = Sessions(ports, run=run, config=config)
+    try:
+        async with sessions, serve(create_app(sessions)) as port:
+            url = f"http://127.0.0.1:{port}"
+            sessions.base_url = url
+            worker_env = {
+                variables.WORKER_TOKEN: token,
+                variables.PROXY_URL: url,
+                variables.WORKER_CONFIG: json.dumps(to_dict(config)),
+            }
+            try:
+                yield StageContext(
+                    run=run,
+                    config=config,
+                    ports=ports,
+                    launcher=launcher,
+                    evaluations=evaluations,
+                    validate=_validate,
+                    worker_env=worker_env,
+                )
+            finally:
+                await evaluations.close()
+                await launcher.close()
+    finally:
+        ports.close()
+
+
+async def _validate(path: Path) -> dict[str, Any]:
+    report = await asyncio.to_thread(validate, path)
+    if not report.ok:
+        raise DataError(report.summary())
+    return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
+
+
+def _player(ports: RunPorts, run: Run, config: Config) -> Callable[[str, Path], Coroutine[Any, Any, Evaluation]]:
+    async def play(name: str, path: Path) -> Evaluation:
+        tasks = await asyncio.to_thread(read_tasks, path)
+        scheduler = Scheduler(
+            ports.records, ports.rollout_request, ports.rollout_response, run.run_id, Purpose.EVAL, config
+        )
+        await scheduler.start()
+        try:
+            return await evaluate(
+                tasks,
+                scheduler,
+                name=name,
+                num_rollouts=config.eval_rollouts,
+                threshold=config.success_threshold,
+            )
+        finally:
+            await scheduler.close()
+
+    return play

@@ -1,0 +1,147 @@
+"""The one entry point of every role process."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from turnmill import assets
+from turnmill.backends.embedded import open_root_records, open_run
+from turnmill.config import Config, from_dict
+from turnmill.environment import load
+from turnmill.errors import InvalidInput
+from turnmill.intake.dataset import read_tasks, validate
+from turnmill.pipeline.engine import load_run
+from turnmill.ports import RunPorts
+from turnmill.records import Purpose, Run
+from turnmill.rollout.scheduler import Scheduler
+from turnmill.telemetry import configure_logging
+from turnmill.wiring import variables
+from turnmill.wiring.event_loop import run_loop
+
+logger = logging.getLogger(__name__)
+ROLES = ("worker", "replica", "trainer")
+
+
+def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
+    """The one entry point of every role process; returns when the role is done or was asked to stop."""
+    configure_logging(name)
+    starters: dict[str, Callable[[Path, str, str, asyncio.Event], Coroutine[Any, Any, None]]] = {
+        "worker": _worker,
+        "replica": _replica,
+        "trainer": _trainer,
+    }
+    run_loop(_until_stopped(lambda stop: starters[role](root.absolute(), run_id, name, stop)))
+
+
+async def _until_stopped(start: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        # The launcher holds the other end and never writes: readable means that it died.
+        loop.add_reader(0, _orphaned, loop, stop)
+    await start(stop)
+
+
+def _orphaned(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    loop.remove_reader(0)
+    logger.warning("the control process is gone; stopping")
+    stop.set()
+
+
+async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
+    """Knows the proxy only: it opens no queue and no record."""
+    from turnmill.rollout.worker import run_worker
+
+    missing = [
+        key for key in (variables.WORKER_TOKEN, variables.PROXY_URL, variables.WORKER_CONFIG) if key not in os.environ
+    ]
+    if missing:
+        raise InvalidInput(f"a worker needs {', '.join(missing)} in its environment")
+    config = from_dict(json.loads(os.environ[variables.WORKER_CONFIG]))
+    await run_worker(
+        proxy_url=os.environ[variables.PROXY_URL],
+        worker_token=os.environ[variables.WORKER_TOKEN],
+        name=name,
+        config=config,
+        environment=load(config.env, config.env_args),
+        stop=stop,
+    )
+
+
+@asynccontextmanager
+async def _opened(root: Path, run_id: str) -> AsyncIterator[tuple[Run, Config, RunPorts]]:
+    runs = open_root_records(root)
+    try:
+        run = await load_run(runs, run_id)
+    finally:
+        runs.close()
+    config = from_dict(run.config)
+    ports = open_run(root, run_id, num_replicas=config.generation_replicas)
+    try:
+        yield run, config, ports
+    finally:
+        ports.close()
+
+
+async def _replica(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
+    from turnmill.generation.renderer import Renderer
+    from turnmill.generation.replica import run_replica
+    from turnmill.generation.transformers_engine import TransformersEngine
+
+    async with _opened(root, run_id) as (_, config, ports):
+        folder = assets.model_folder(config.base_model)
+        engine = TransformersEngine(folder, num_slots=config.generation_slots, max_length=config.max_length)
+        await run_replica(
+            ports,
+            run_id=run_id,
+            name=name,
+            index=int(name.rsplit("-", 1)[1]),
+            config=config,
+            engine=engine,
+            renderer=Renderer(folder),
+            stop=stop,
+        )
+
+
+async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
+    from turnmill.training.loop import train
+    from turnmill.training.trainer import Trainer
+
+    async with _opened(root, run_id) as (run, config, ports):
+        if run.data_path is None:
+            raise InvalidInput(f"run {run_id} has no training data")
+        await _check_unchanged(run)
+        scheduler = Scheduler(
+            ports.records, ports.rollout_request, ports.rollout_response, run_id, Purpose.TRAIN, config
+        )
+        await scheduler.start()
+        try:
+            await train(
+                ports,
+                run=run,
+                config=config,
+                tasks=await asyncio.to_thread(read_tasks, Path(run.data_path)),
+                rollouts=scheduler,
+                trainer=Trainer(assets.model_folder(config.base_model), config),
+                folder=root / "runs" / run_id / "checkpoints",
+                stop=stop,
+            )
+        finally:
+            await scheduler.close()
+
+
+async def _check_unchanged(run: Run) -> None:
+    """The file that is trained on is the file that was validated."""
+    path = Path(str(run.data_path))
+    validated = {stage.name: stage.result for stage in run.stages}.get("ValidateData", {}).get("data", {})
+    report = await asyncio.to_thread(validate, path)
+    if report.digest != validated.get("digest"):
+        raise InvalidInput(f"{path} changed after it was validated; start a new run for the new content")
