@@ -1,0 +1,1 @@
+"""The implementations of `turnmill.ports`, one package a backend. `wiring` chooses; nobody else imports them."""

@@ -1,0 +1,1 @@
+"""Who answers: a replica takes generate requests, renders, samples with an engine, and records each call."""

@@ -1,0 +1,1 @@
+"""Run -> rollouts: the scheduler asks for samples, the worker plays them with a runner."""
