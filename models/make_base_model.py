@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=7000)
     parser.add_argument("--dilute", type=int, default=200)
-    parser.add_argument("--careful-share", type=float, default=0.10)
+    parser.add_argument("--careful-share", type=float, default=0.40, help="of the games in the second phase")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
