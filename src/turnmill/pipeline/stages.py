@@ -30,6 +30,8 @@ Handle = dict[str, Any]
 BASE_VERSION = Version(incarnation=0, n=0)
 # A worker or replica that died is started again this often (its work is leased again; nothing is lost).
 MAX_RESTARTS = 5
+# The only role that comes to an end by itself.
+TRAINER = "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +174,8 @@ async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Do
 
 
 async def start_training(ctx: StageContext) -> Handle:
-    await ctx.launcher.start(
-        RoleSpec(role="trainer", name="trainer", run_id=ctx.run.run_id, env=thread_env(ctx.config))
-    )
-    return {"trainer": "trainer"}
+    await ctx.launcher.start(RoleSpec(role="trainer", name=TRAINER, run_id=ctx.run.run_id, env=thread_env(ctx.config)))
+    return {"trainer": TRAINER}
 
 
 async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
@@ -255,9 +255,9 @@ def _death(role: RoleStatus) -> str:
 
 
 async def check_roles(launcher: Launcher) -> None:
-    """Raise `RoleFailed` with the last log lines if a role died for good."""
+    """Raise `RoleFailed` with the last log lines if a role died for good, or a service ended as if it were done."""
     for role in await launcher.statuses():
-        if role.state == "failed":
+        if role.state == "failed" or (role.state == "exited" and role.name != TRAINER):
             raise RoleFailed(_death(role))
 
 

@@ -27,10 +27,18 @@ from turnmill.wiring.event_loop import run_loop
 
 logger = logging.getLogger(__name__)
 ROLES = ("worker", "replica", "trainer")
+# They serve until the launcher ends them, so that ending for any other reason is a death.
+_SERVICES = ("worker", "replica")
+# What a shell calls the end by SIGTERM.
+_EXIT_TOLD_TO_STOP = 128 + signal.SIGTERM
 
 
 def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
-    """The one entry point of every role process; returns when the role is done or was asked to stop."""
+    """The one entry point of every role process; returns when the role is done or was asked to stop.
+
+    Raises `SystemExit` for a worker or replica that was asked to stop: with exit code 0 nobody would start it again
+    when the request came from somebody else than the launcher, and the run would wait for it for ever.
+    """
     configure_logging(name)
     starters: dict[str, Callable[[Path, str, str, asyncio.Event], Coroutine[Any, Any, None]]] = {
         "worker": _worker,
@@ -38,6 +46,8 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
         "trainer": _trainer,
     }
     run_loop(_until_stopped(lambda stop: starters[role](root.absolute(), run_id, name, stop)))
+    if role in _SERVICES:
+        raise SystemExit(_EXIT_TOLD_TO_STOP)
 
 
 async def _until_stopped(start: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

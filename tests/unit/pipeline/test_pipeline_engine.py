@@ -10,11 +10,21 @@ import pytest
 
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config
-from turnmill.errors import BackendUnavailable, Cancelled, Conflict, InvalidInput, NotFound, StageFailed
+from turnmill.errors import BackendUnavailable, Cancelled, Conflict, InvalidInput, NotFound, RoleFailed, StageFailed
 from turnmill.evaluation import BackgroundEvaluations, Evaluation
 from turnmill.pipeline.engine import RunRecord, load_run, walk
-from turnmill.pipeline.stages import STAGES, Done, Handle, Retry, Running, Stage, StageContext, stages_of
-from turnmill.ports import RecordStore
+from turnmill.pipeline.stages import (
+    STAGES,
+    Done,
+    Handle,
+    Retry,
+    Running,
+    Stage,
+    StageContext,
+    check_roles,
+    stages_of,
+)
+from turnmill.ports import RecordStore, RoleSpec
 from turnmill.records import Run, RunKind, RunStatus
 
 
@@ -192,3 +202,20 @@ def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> 
     ]
     assert [item.name for item in STAGES if item.always] == ["Teardown"]
     assert [item.name for item in stages_of(RunKind.EVAL)] == [name for name in names if name != "SubmitTraining"]
+
+
+@pytest.mark.parametrize(("name", "is_an_end"), [("trainer", True), ("worker-0", False), ("replica-0", False)])
+async def test_only_the_trainer_may_come_to_an_end_by_itself(tmp_path: Path, name: str, is_an_end: bool) -> None:
+    launcher = ProcessLauncher(tmp_path, command=["true"])
+    await launcher.start(RoleSpec(role="any", name=name, run_id="r1", max_restarts=5))
+    while True:
+        [status] = await launcher.statuses()
+        if status.state != "running":
+            break
+        await asyncio.sleep(0.01)
+    if is_an_end:
+        await check_roles(launcher)
+    else:
+        with pytest.raises(RoleFailed, match=f"{name} ended with exit code 0"):
+            await check_roles(launcher)
+    await launcher.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnmill.backends.embedded.files import disk
-from turnmill.errors import BackendUnavailable
+from turnmill.errors import BackendUnavailable, TurnmillError
 from turnmill.ports import RoleSpec, RoleStatus
 from turnmill.telemetry import redact
 
@@ -150,22 +150,34 @@ class ProcessLauncher:
             if role.stopping.is_set():
                 role.state = "exited"
                 return
+            try:
+                process, ended = self._spawn(role.spec, role.log)
+            except TurnmillError as error:
+                # Nobody awaits this task: a role that can't be made again must not look as if it ran.
+                logger.error("%s can't be started again: %s", role.spec.name, error)
+                role.state = "failed"
+                return
             role.num_restarts += 1
-            role.process, role.ended = self._spawn(role.spec, role.log)
+            role.process, role.ended = process, ended
 
     def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
         arguments = ["role", spec.role, "--root", str(self._root), "--run", spec.run_id, "--name", spec.name]
         with disk(log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as file:
-                process = subprocess.Popen(
-                    [*self._command, *arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=file,
-                    stderr=file,
-                    env={**_DEFAULT_ENV, **os.environ, **spec.env},
-                    start_new_session=True,
-                )
+            file = log.open("ab")
+        try:
+            process = subprocess.Popen(
+                [*self._command, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env={**_DEFAULT_ENV, **os.environ, **spec.env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BackendUnavailable(f"the process {spec.name} can't be made: {error}") from error
+        finally:
+            file.close()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
         threading.Thread(
