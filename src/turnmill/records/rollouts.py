@@ -97,7 +97,8 @@ class SampleRecord:
     created_at: float
     # What the worker is given.
     request: RolloutRequest
-    # Past this the scheduler ends the sample as INVALID(infra); it covers all attempts.
+    # Past this, when no other sample ends any more, the scheduler ends the sample as INVALID(infra); it covers all
+    # attempts.
     deadline: float
     # 1 for the first lease; 0 before.
     attempt: int = 0

@@ -6,10 +6,14 @@
 |---|---|---|---|---|
 | listen | rollout_response | a message | the proxy | ended samples |
 | rescan | records of open samples | `RESCAN_S` | the clock | ends whose news was lost; INVALID past the deadline |
+
+A sample is past its deadline only when no other one has ended for as long either: with more samples than slots, waiting
+for a slot takes longer than playing.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +97,10 @@ class Scheduler:
         self._has_news = asyncio.Event()
         self._has_open = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        # Longest time from a worker's taking a sample to its end, all attempts together.
+        self._patience_s = config.max_attempts * (config.training_timeout + config.worker_lease_s) + DEADLINE_MARGIN_S
+        # On the monotonic clock: when a sample ended last.
+        self._last_end = -math.inf
 
     @property
     def num_open(self) -> int:
@@ -174,7 +182,7 @@ class Scheduler:
             state=SampleState.REQUESTED,
             created_at=now,
             request=request,
-            deadline=now + config.max_attempts * (config.training_timeout + config.worker_lease_s) + DEADLINE_MARGIN_S,
+            deadline=now + self._patience_s,
         )
 
     # ------------------------------------------------------------ ends
@@ -245,10 +253,12 @@ class Scheduler:
             if sample.sample_id not in self._open:
                 continue
             if sample.state.is_open:
-                if sample.deadline < now:
+                # While others end, a late one may still be waiting for a free slot of a worker.
+                if sample.deadline < now and time.monotonic() - self._last_end > self._patience_s:
                     expired.append((sample, record.version))
                 continue
             self._close(sample.sample_id)
+            self._last_end = time.monotonic()
             if sample.state in (SampleState.REPORTED, SampleState.INVALID):
                 self._ended[sample.sample_id] = sample
                 num_ended += 1

@@ -174,6 +174,20 @@ async def test_a_sample_past_its_deadline_ends_as_invalid_with_a_dead_letter(por
     assert decode(stored.value, DeadSample).num_attempts == 2
 
 
+async def test_a_sample_that_waits_for_a_slot_while_others_end_is_not_given_up(ports: RunPorts) -> None:
+    async with running(ports) as scheduler:
+        await scheduler.request([(TASK, "g")] * 3)
+        await end(ports, "task_0")
+        await scheduler.ended()
+        late = replace(await sample_of(ports, "task_1"), deadline=time.time() - 1)
+        await ports.records.write([Write(key=late.key, value=encode(late), expected=None)])
+        # Found by the look at the records that sees the late one, too.
+        await end(ports, "task_2", tell=False)
+        assert [sample.sample_id for sample in await scheduler.ended()] == ["task_2"]
+        assert await sample_of(ports, "task_1") == late
+        assert (scheduler.num_open, scheduler.counts.num_expired) == (1, 0)
+
+
 async def test_dropping_takes_open_and_reported_samples_and_leaves_invalid_ones(ports: RunPorts) -> None:
     async with running(ports) as scheduler:
         sample_ids = await scheduler.request([(TASK, "g")] * 4)
