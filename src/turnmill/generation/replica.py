@@ -136,6 +136,8 @@ class _Replica:
         self._inbox: list[Leased] = []
         self._lease: asyncio.Task[list[Leased]] | None = None
         self._jobs: dict[str, Job] = {}
+        # Keys of calls that ended and are not recorded yet.
+        self._unrecorded: set[str] = set()
         # Leased and neither acked nor released, with the time of the last extension.
         self._receipts: dict[str, float] = {}
         self._ended: asyncio.Queue[_Ended] = asyncio.Queue()
@@ -174,7 +176,13 @@ class _Replica:
             return True
         if self._engine.num_running:
             return False
-        await asyncio.to_thread(self._engine.load, Path(current.location), current.version)
+        try:
+            await asyncio.to_thread(self._engine.load, Path(current.location), current.version)
+        except RecordCorrupt:
+            if await self._ports.weights.current() == current:
+                raise
+            # This process was so slow that the trainer has gone on and removed that version: load the next one.
+            return False
         await self.write_status()
         return True
 
@@ -205,7 +213,7 @@ class _Replica:
         wanted = list(dict.fromkeys([*keys, *(key for key in parents if key)]))
         stored = dict(zip(wanted, await read_calls(self._ports.records, wanted), strict=True)) if wanted else {}
         missing: list[Job] = []
-        claimed = set(self._jobs)
+        claimed = self._jobs.keys() | self._unrecorded
         for item, key, parent in zip(received, keys, parents, strict=True):
             call = stored[key]
             if call is not None:
@@ -228,7 +236,7 @@ class _Replica:
         for item in leased:
             try:
                 received.append(_Received(request=decode(item.body, GenerateRequest), receipt=item.receipt))
-            except msgspec.ValidationError as error:
+            except msgspec.DecodeError as error:
                 logger.error("a generate request can't be read: %s", error, extra={"at": item.group})
                 await self._abandon(item.receipt)
         return received
@@ -286,6 +294,7 @@ class _Replica:
 
     def _end(self, result: EngineResult) -> None:
         job = self._jobs.pop(result.call_id)
+        self._unrecorded.add(job.key)
         if result.error is not None:
             response = refusal_of(job.request, GenerationFailed("generation_failed", result.error))
             self._ended.put_nowait(_Ended(request=job.request, receipt=job.receipt, response=response))
@@ -339,6 +348,7 @@ class _Replica:
             response = item.response or response_of(truth[request_key(item.request)])
             key = request_key(item.request)
             messages.append(Message(body=encode(response), group=key, dedup_id=f"{key}/{item.request.epoch}"))
+        self._unrecorded.difference_update(request_key(item.request) for item in batch)
         await self._ports.generate_response.send(messages)
         receipts = [item.receipt for item in batch]
         await self._requests.ack(receipts)

@@ -1,7 +1,9 @@
 """A replica among others that answer too, messages that come again, new weights, altered records and the end."""
 
+import asyncio
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tests.unit.generation.bench import (
     write_weights,
 )
 from turnmill.errors import RecordCorrupt
-from turnmill.ports import Message, RunPorts, Write
+from turnmill.ports import Message, RecordStore, RunPorts, Write
 from turnmill.records import Purpose, ReplicaStatus, Sampling, Version, call_key, decode, encode, replica_key
 
 
@@ -91,9 +93,12 @@ async def test_a_call_that_can_not_be_answered_gets_an_error_code(
     assert (counts.available, counts.in_flight, counts.delayed) == (0, 0, 0)
 
 
-async def test_a_message_that_can_not_be_read_goes_back_and_stops_nobody(ports: RunPorts, shipped: Path) -> None:
+@pytest.mark.parametrize("body", [b'{"sample_id": 5}', b'{"sample_id": "a', b"\xff", b""])
+async def test_a_message_that_can_not_be_read_goes_back_and_stops_nobody(
+    body: bytes, ports: RunPorts, shipped: Path
+) -> None:
     async with serving(ports, CountingEngine(shipped), shipped):
-        await ports.generate_request[0].send([Message(body=b'{"sample_id": 5}', group="x", dedup_id="x")])
+        await ports.generate_request[0].send([Message(body=body, group="x", dedup_id="x")])
         assert (await ask(ports, request_for("b_0"))).error is None
     counts = await ports.generate_request[0].counts()
     assert counts.available + counts.delayed == 1
@@ -192,3 +197,78 @@ async def test_a_stopped_replica_gives_running_calls_back(ports: RunPorts, rando
     assert await ports.records.get([key]) == [None]
     async with serving(ports, CountingEngine(random_llama), random_llama, index=0):
         assert all(response.error is None for response in await receive(ports, 2))
+
+
+class SlowRecords:
+    """A record store whose writes of calls wait for `may_write`."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self._records = records
+        self.scan = records.scan
+        self.get = records.get
+        self.has_calls = asyncio.Event()
+        self.may_write = asyncio.Event()
+
+    async def write(self, writes: Sequence[Write]) -> list[bool]:
+        if any(write.key.startswith("calls/") for write in writes):
+            self.has_calls.set()
+            await self.may_write.wait()
+        return await self._records.write(writes)
+
+
+async def test_a_request_that_comes_again_before_its_answer_is_recorded_is_not_sampled_again(
+    ports: RunPorts, shipped: Path
+) -> None:
+    """As after a pause of the whole process, in which the lease ran out."""
+    engine, records = CountingEngine(shipped), SlowRecords(ports.records)
+    async with serving(replace(ports, records=records), engine, shipped):
+        await send(ports, request_for("a_0"))
+        await records.has_calls.wait()
+        again = request_for("a_0", epoch=1)
+        await ports.generate_request[0].send([Message(body=encode(again), group="other", dedup_id="again")])
+        # A message behind it is answered only after it was looked at.
+        await send(ports, request_for("b_0"))
+        await engine.have_joined(2)
+        records.may_write.set()
+        assert len(await receive(ports, 3)) == 3
+    assert sorted(call.call_id for call in engine.submitted) == [
+        call_key("run", Purpose.TRAIN, sample_id, f"{sample_id}_0") for sample_id in ("a", "b")
+    ]
+
+
+class OvertakenEngine(CountingEngine):
+    """While it is about to load a version, another is made current and this one is removed."""
+
+    before_load: Callable[[], object] = staticmethod(lambda: None)
+
+    def load(self, folder: Path, version: Version) -> None:
+        self.before_load()
+        super().load(folder, version)
+
+
+@pytest.mark.parametrize("is_overtaken", [True, False])
+async def test_weights_that_were_removed_before_they_were_loaded_stop_the_replica_only_if_they_are_current(
+    is_overtaken: bool, ports: RunPorts, random_llama: Path, tmp_path: Path
+) -> None:
+    engine = OvertakenEngine(random_llama)
+    versions = [Version(incarnation=1, n=n) for n in (1, 2)]
+    for version in versions:
+        source, digest = write_weights(random_llama, tmp_path / str(version), 1 + version.n / 8)
+        await ports.weights.publish(version, source, digest)
+    await ports.weights.point(versions[0])
+    (first,) = [await ports.weights.get(versions[0])]
+
+    def overtake() -> None:
+        if is_overtaken:
+            asyncio.run(ports.weights.point(versions[1]))
+        shutil.rmtree(first.location)
+
+    engine.before_load = only_once(overtake)
+    if is_overtaken:
+        async with serving(ports, engine, random_llama):
+            await ask(ports, request_for("a_0"))
+        assert (await recorded(ports, "a_0")).version == "1.2"
+    else:
+        with pytest.raises(RecordCorrupt, match="can't be read"):
+            async with serving(ports, engine, random_llama) as replica:
+                await replica
