@@ -6,9 +6,12 @@
 
 The continuation is found without knowing the template: a stand-in conversation is rendered with the new messages, and
 everything behind its reply's end-of-turn token is what the stored tokens lack.
+
+Only the template makes control tokens: where the text of a message spells one, it is cut in two before it is tokenized.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from turnmill.errors import GenerationFailed, InvalidInput
 _QUESTION = "turnmill-stand-in-question"
 _REPLY = "turnmill-stand-in-reply"
 _STAND_IN = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+# Where a text is cut for the tokenizer; Unicode says that this is no character and will never be one.
+_CUT = "\ufdd0"
 # Rendered texts that are remembered; environments repeat prompts and observations.
 _MOST_REMEMBERED = 4096
 
@@ -38,6 +43,11 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise InvalidInput(f"the tokenizer in {folder} has no chat template")
         self._remembered: dict[tuple[str, str], list[int]] = {}
+        specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        # One that is a single character can't be cut.
+        self._specials = {text for text in specials | set(self._tokenizer.all_special_tokens) if len(text) > 1}
+        # Before the last character of a special token's text.
+        self._cuts = re.compile("|".join(f"(?<={re.escape(t[:-1])})(?={re.escape(t[-1])})" for t in self._specials))
         try:
             plain = self._render(_STAND_IN, None, generation_prompt=False)
         except GenerationFailed as error:
@@ -105,9 +115,7 @@ class Renderer:
         question_end = before.find(_QUESTION)
         if not found or question_end < 0:
             raise InvalidInput(f"the chat template in {folder} does not render the text of messages")
-        specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        specials |= set(self._tokenizer.all_special_tokens)
-        places = sorted((behind.find(token), -len(token), token) for token in specials if token and token in behind)
+        places = sorted((behind.find(token), -len(token), token) for token in self._specials if token in behind)
         if not places:
             raise InvalidInput(f"the chat template in {folder} ends an assistant's turn without a special token")
         place, _, end_text = places[0]
@@ -134,7 +142,7 @@ class Renderer:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
+                [self._cut(_plain(message)) for message in messages],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -143,9 +151,25 @@ class Renderer:
             raise GenerationFailed("invalid_request", f"the chat template refuses these messages: {error}") from error
         return text
 
+    def _cut(self, value: Any) -> Any:
+        """`value` with each text in it cut inside of what would become a special token."""
+        if isinstance(value, dict):
+            return {key: self._cut(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._cut(item) for item in value]
+        if not isinstance(value, str) or not self._specials:
+            return value
+        if _CUT in value:
+            raise GenerationFailed("invalid_request", "a message holds U+FDD0, which is no character")
+        return self._cuts.sub(_CUT, value)
+
     def _encode(self, text: str) -> list[int]:
         # The template has written every special token, a leading one included.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        first, *others = text.split(_CUT)
+        ids: list[int] = self._tokenizer.encode(first, add_special_tokens=False)
+        for part in others:
+            # Behind a special token, for the reason that `_after_reply` gives.
+            ids += self._tokenizer.encode(self._end_text + part, add_special_tokens=False)[1:]
         return ids
 
 
