@@ -85,6 +85,10 @@ class Leases:
         if decided.changes:
             applied = await self._write(decided.changes)
         leases = [self._start(change.sample, change.lease) for change in applied if change.lease is not None]
+        num_again = sum(lease.attempt > 1 for lease in leases)
+        if num_again:
+            # One line: a worker that died had dozens.
+            logger.warning("%d rollouts are played again: their leases ran out without a report", num_again)
         dead = [change for change in applied if change.lease is None]
         if dead:
             await self._records.write([dead_sample(change.sample) for change in dead])
@@ -216,6 +220,4 @@ class Leases:
         # The first attempt has nothing to read.
         attempt.is_loaded = sample.attempt == 1
         self._registry.add(attempt)
-        if sample.attempt > 1:
-            logger.warning("attempt %d starts: the one before was lost", sample.attempt, extra={"at": sample.key})
         return lease

@@ -99,9 +99,11 @@ class Sessions:
     def is_healthy(self) -> bool:
         return not self._stopping.is_set() and not any(task.done() for task in self._tasks)
 
-    async def watch(self) -> None:
-        """Until cancelled; raises what ended a background task, for a supervisor that must know."""
-        await asyncio.gather(*self._tasks)
+    def check(self) -> None:
+        """Raise what ended a background task, for a supervisor that must know: nobody is answered any more."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -134,6 +134,8 @@ async def _start(ctx: StageContext, stage: Stage, cancel: asyncio.Event) -> tupl
 async def _poll(ctx: StageContext, stage: Stage, handle: Handle, cancel: asyncio.Event) -> Done:
     started, told = time.monotonic(), False
     while True:
+        if not stage.always:
+            ctx.check()
         outcome = await stage.poll(ctx, handle)
         if isinstance(outcome, Done):
             return outcome

@@ -60,7 +60,10 @@ class Evaluations(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad."""
+    """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad.
+
+    `check` raises what ended a part of the control process without which no stage can come to its end.
+    """
 
     run: Run
     config: Config
@@ -70,6 +73,7 @@ class StageContext:
     validate: Callable[[Path], Awaitable[dict[str, Any]]]
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
+    check: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)

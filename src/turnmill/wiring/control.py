@@ -135,6 +135,7 @@ async def _control(root: Path, run: Run, config: Config, token: str) -> AsyncIte
                     evaluations=evaluations,
                     validate=_validate,
                     worker_env=worker_env,
+                    check=sessions.check,
                 )
             finally:
                 await evaluations.close()

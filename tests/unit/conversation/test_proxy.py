@@ -289,10 +289,11 @@ async def test_without_its_backend_the_proxy_refuses_at_once_and_says_so(world: 
     world.replica.may_answer.clear()
     waiting = asyncio.create_task(world.chat(rollout, "Guess."))
     await world.replica.was_asked.wait()
+    world.sessions.check()
     world.ports.close()
-    with pytest.raises(BackendUnavailable):
-        await world.sessions.watch()
     assert (await waiting).status == 503
+    with pytest.raises(BackendUnavailable):
+        world.sessions.check()
     assert (await world.chat(rollout, "Guess.")).status == 503
     assert (await world.report(rollout)).status == 503
     assert (await world.lease(wait_s=20)).status == 503

@@ -70,6 +70,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         evaluations=BackgroundEvaluations(play),
         validate=validate,
         worker_env={},
+        check=lambda: None,
     )
     yield World(ctx=ctx, runs=runs, record=record)
     await ctx.launcher.close()
@@ -130,6 +131,20 @@ async def test_a_defect_in_a_stage_still_tears_down_and_is_raised(world: World) 
         await walk(world.ctx, table, world.record, asyncio.Event())
     assert world.log == ["start A", "start T"]
     assert (await load_run(world.runs, "r1")).status is RunStatus.FAILED
+
+
+async def test_a_stage_ends_when_the_control_process_can_not_serve_it_any_more_and_teardown_does_not(
+    world: World,
+) -> None:
+    def check() -> None:
+        raise BackendUnavailable("nobody answers chats any more")
+
+    table = [stage(world, "A", polls=1_000_000), stage(world, "B"), stage(world, "T", polls=1, always=True)]
+    run, error = await walk(replace(world.ctx, check=check), table, world.record, asyncio.Event())
+    assert isinstance(error, BackendUnavailable) and run.status is RunStatus.FAILED
+    assert run.error == "nobody answers chats any more"
+    assert world.log == ["start A", "start T"]
+    assert [(s.name, s.state) for s in run.stages] == [("A", "failed"), ("T", "done")]
 
 
 async def test_transient_errors_are_retried_and_permanent_ones_never(world: World) -> None:
