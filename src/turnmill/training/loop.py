@@ -73,7 +73,7 @@ async def train(
     status = await _Status.open(ports.records, run.run_id, config.max_steps)
     builder = BatchBuilder(config, tasks, prefix=f"{status.incarnation}.")
     collector = Collector(ports.records, rollouts, builder, config, stop)
-    training = _Training(ports, run.run_id, config, collector, trainer, status)
+    training = _Training(ports, run.run_id, config, collector, trainer, status, folder)
     try:
         await training.publish_base()
         state = await training.steps(stop)
@@ -147,6 +147,7 @@ class _Training:
         collector: Collector,
         trainer: Trainer,
         status: _Status,
+        folder: Path,
     ) -> None:
         self._ports = ports
         self._run_id = run_id
@@ -154,6 +155,8 @@ class _Training:
         self._collector = collector
         self._trainer = trainer
         self._status = status
+        # Holds weights until they are published: if this process is killed, they are left where the run's files are.
+        self._folder = folder
         # Optimizer steps made, and the version that holds them.
         self.step = 0
         self.version = BASE_VERSION
@@ -274,7 +277,8 @@ class _Training:
 
     async def _publish(self, version: Version) -> None:
         """Store the current weights as `version`."""
-        with tempfile.TemporaryDirectory(prefix="turnmill-weights-") as name:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as name:
             folder = Path(name)
             await asyncio.to_thread(self._trainer.save_weights, folder)
             await self._ports.weights.publish(version, folder, self._fingerprints[str(version)])

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from turnmill.errors import InvalidInput
 from turnmill.weights import WEIGHTS_FILE, fingerprint
@@ -39,6 +40,8 @@ class Policy:
     @classmethod
     def load(cls, folder: Path) -> "Policy":
         """Load a Hugging Face folder: safetensors only, no code from it, nothing from the network."""
+        # Its progress bar would fill the role's log, of which the last lines are what a failure shows.
+        transformers_logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True

@@ -232,6 +232,28 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_sample(bench: Bench
     assert len({b.digest for b in batches}) == 3
 
 
+class RememberingTrainer(Trainer):
+    """Remembers the folders that it saved weights into."""
+
+    def __init__(self, base_model: Path, config: Config) -> None:
+        super().__init__(base_model, config)
+        self.folders: list[Path] = []
+
+    def save_weights(self, folder: Path) -> None:
+        self.folders.append(folder)
+        super().save_weights(folder)
+
+
+async def test_weights_lie_in_the_runs_own_folder_until_they_are_published_and_are_gone_then(
+    bench: Bench, rollouts: ScriptedRollouts, tiny_model: Path
+) -> None:
+    """A trainer that is killed just then leaves nothing in the folder for temporary files of the machine."""
+    bench.trainer = trainer = RememberingTrainer(tiny_model, bench.config)
+    await bench.train(rollouts, max_steps=1)
+    assert [folder.parent for folder in trainer.folders] == [bench.folder] * 2
+    assert [path.name for path in bench.folder.iterdir()] == ["final"]
+
+
 async def test_versions_are_published_pointed_to_and_pruned(bench: Bench, rollouts: ScriptedRollouts) -> None:
     await bench.train(rollouts)
     current = await bench.ports.weights.current()
