@@ -16,7 +16,13 @@ from turnmill.errors import ConfigError, printable
 DEFAULT = "default"
 RECIPE = "recipe.toml"
 # Variables that are no parameters: everything else that starts with the prefix must name one.
-OTHER_VARIABLES = ("TURNMILL_ROOT", "TURNMILL_WORKER_TOKEN", "TURNMILL_WORKER_CONFIG", "TURNMILL_PROXY_URL")
+OTHER_VARIABLES = (
+    "TURNMILL_ROOT",
+    "TURNMILL_WORKER_TOKEN",
+    "TURNMILL_WORKER_CONFIG",
+    "TURNMILL_PROXY_URL",
+    "TURNMILL_FAILPOINTS",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

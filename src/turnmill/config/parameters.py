@@ -52,6 +52,10 @@ class Config:
     rollout_strategy: str = param("on_policy_sync", "how rollouts follow versions", choices=("on_policy_sync",))
     shuffle: bool = param(False, "shuffle the tasks of each epoch (seeded) instead of file order")
 
+    # Checkpoints
+    save_steps: int = param(10, "optimizer steps between checkpoints", ge=1)
+    save_top_k: int = param(5, "last checkpoints that are kept, beside the best one by mean reward", ge=1, le=10000)
+
     # Optimizer and loss
     lr: float = param(7e-7, "peak learning rate", gt=0, le=1)
     min_lr: float = param(0.0, "learning rate at the end of the schedule", ge=0, le=1)

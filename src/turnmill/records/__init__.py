@@ -10,6 +10,7 @@ from turnmill.records.calls import Call, GenerateRequest, GenerateResponse, Samp
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
     RUN_PREFIX,
+    batch_prefix,
     call_key,
     call_prefix,
     dead_letter_key,
@@ -46,6 +47,7 @@ from turnmill.records.training import (
     Batch,
     BatchState,
     Metric,
+    Progress,
     ReplicaStatus,
     TrainingStatus,
     Version,
@@ -66,6 +68,7 @@ __all__ = [
     "GenerateResponse",
     "InvalidReason",
     "Metric",
+    "Progress",
     "Purpose",
     "ReplicaStatus",
     "Reply",
@@ -85,6 +88,7 @@ __all__ = [
     "Version",
     "WeightVersion",
     "WorkerStatus",
+    "batch_prefix",
     "call_key",
     "call_prefix",
     "dead_letter_key",

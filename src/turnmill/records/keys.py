@@ -36,6 +36,11 @@ def secret_key(run_id: str, secret_hash: str) -> str:
     return f"secrets/{run_id}/{secret_hash}"
 
 
+def batch_prefix(run_id: str) -> str:
+    """Below it a batch is `<step>.<incarnation of the trainer that recorded it>`."""
+    return f"batches/{run_id}/"
+
+
 def training_key(run_id: str) -> str:
     return f"training/{run_id}/status"
 

@@ -12,7 +12,10 @@ class Purpose(StrEnum):
 
 
 class SampleState(StrEnum):
-    """REQUESTED -> LEASED -> REPORTED | INVALID; REPORTED -> BATCHED -> TRAINED; any but TRAINED -> DROPPED."""
+    """REQUESTED -> LEASED -> REPORTED | INVALID; REPORTED -> BATCHED -> TRAINED; any but INVALID -> DROPPED.
+
+    BATCHED and TRAINED become DROPPED only with their batch, when a run goes on from an earlier step.
+    """
 
     REQUESTED = "requested"
     LEASED = "leased"
@@ -34,6 +37,7 @@ class DropReason(StrEnum):
     NO_SIGNAL = "no_signal"
     STALE = "stale"
     SURPLUS = "surplus"
+    # Its process died, or its batch was given up to go on from an earlier step.
     SUPERSEDED = "superseded"
     CANCELLED = "cancelled"
 

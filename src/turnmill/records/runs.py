@@ -20,6 +20,8 @@ class StageRecord:
     result: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     num_retries: int = 0
+    # Of the run: its stages are walked again when it is resumed.
+    attempt: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,10 @@ class Run:
     eval_path: str | None = None
     ended_at: float | None = None
     error: str | None = None
+    # Of all attempts, in the order in which they began.
     stages: tuple[StageRecord, ...] = ()
+    # 1, and one more each time it is resumed.
+    attempt: int = 1
     # SHA-256 hex of the token that this run's workers show.
     worker_token_hash: str | None = None
     # Pid of the control process.
@@ -49,3 +54,8 @@ class Run:
     @property
     def key(self) -> str:
         return run_key(self.run_id)
+
+    @property
+    def current_stages(self) -> tuple[StageRecord, ...]:
+        """Of the last attempt."""
+        return tuple(stage for stage in self.stages if stage.attempt == self.attempt)

@@ -1,9 +1,9 @@
 """Weight versions, batches, metrics, and where each process is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnmill.records.keys import worker_key
+from turnmill.records.keys import batch_prefix, worker_key
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -42,13 +42,33 @@ class BatchState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where in the data a trainer is, and what it has learned about the tasks."""
+
+    # Position in the data of the first group of the next batch.
+    position: int = 0
+    # Decided groups that had signal, and all of them; older ones count less.
+    seen_signal: float = 0.0
+    seen_groups: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one optimizer step, in order, group by group."""
+    """The samples of one optimizer step, in order, group by group.
+
+    Of the records of one step at most one is not SUPERSEDED: that one counts.
+    """
 
     run_id: str
     step: int
+    # Trainer process that recorded it.
+    incarnation: int = 1
     # One tuple of sample ids a group.
     groups: tuple[tuple[str, ...], ...]
+    # After the batch.
+    progress: Progress = Progress()
+    # About everything that was generated for it until it was closed: its metric, should its trainer die before.
+    values: dict[str, float] = field(default_factory=dict)
     state: BatchState = BatchState.RECORDED
     # Version made by the step and its weight digest; None until APPLIED.
     version: Version | None = None
@@ -56,7 +76,7 @@ class Batch:
 
     @property
     def key(self) -> str:
-        return f"batches/{self.run_id}/{self.step:08d}"
+        return f"{batch_prefix(self.run_id)}{self.step:08d}.{self.incarnation}"
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
