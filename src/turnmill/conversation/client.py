@@ -182,10 +182,15 @@ class RolloutApi:
         await self._call("report", leased.report_secret, body)
 
     async def _call(self, route: str, secret: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> bytes:
+        try:
+            content = encode(body)
+        except (TypeError, ValueError) as error:
+            # An environment's words (half a surrogate pair, say): its own fault, and not that of the whole worker.
+            raise InvalidInput(f"{route} can't be sent: {error}") from error
         status, answer = await _post(
             self._session,
             URL(f"{self._base}/{route}"),
-            encode(body),
+            content,
             {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"},
             timeout_s=timeout_s or self._timeout_s,
             deadline=math.inf,

@@ -294,6 +294,26 @@ async def test_a_report_whose_content_is_refused_ends_as_an_env_error() -> None:
     assert (proxy.reports[0]["aggregate_reward_score"], proxy.reports[0]["reason"]) == (None, "env_error")
 
 
+class Unspeakable(Environment):
+    """Uses text that is no Unicode text: half a surrogate pair."""
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        if task.id == "t_0":
+            raise ValueError("\ud800")
+        return Outcome(reward=1.0, metrics={"\ud800": 1.0} if task.id == "t_1" else {})
+
+
+async def test_text_that_can_not_be_sent_costs_its_own_rollout_only() -> None:
+    async with small_proxy() as proxy, working(proxy, Unspeakable()):
+        for sample_id in ("t_0", "t_1", "t_2"):
+            proxy.queue.put_nowait(sample_id)
+        await proxy.until(lambda: len(proxy.reports) == 3)
+
+    reports = {report["id"]: report for report in proxy.reports}
+    assert [reports[sample_id].get("reason") for sample_id in ("t_0", "t_1", "t_2")] == ["env_error"] * 2 + [None]
+    assert "surrogates not allowed" in reports["t_1"]["detail"]
+
+
 async def test_a_report_is_repeated_when_the_proxy_was_away() -> None:
     async with small_proxy() as proxy, working(proxy, Wordle()):
         proxy.refused["t_0"] = 503
