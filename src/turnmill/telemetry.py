@@ -6,6 +6,7 @@ Log with `logger.info("sample ended", extra={"at": sample.key})`; `at` is an id 
 import logging
 import re
 import sys
+from typing import TextIO
 
 # Chat secrets travel in paths (`/a/<secret>/v1`), the others in an Authorization header or a field named so.
 _SECRET = re.compile(r"(/a/|[Bb]earer\s+|secret[\"'=: ]+|token[\"'=: ]+)([A-Za-z0-9_\-]{16,})")
@@ -23,9 +24,9 @@ class _Formatter(logging.Formatter):
         return redact(f"{text} [{at}]" if at else text)
 
 
-def configure_logging(role: str, *, level: int = logging.INFO) -> None:
-    """Send all logs of this process to standard error (the launcher keeps it as the role's log file)."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure_logging(role: str, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send all logs of this process to `stream`, or to standard error, which the launcher keeps as the role's log."""
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

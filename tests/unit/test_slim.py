@@ -7,7 +7,7 @@ import pytest
 
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "boto3", "verifiers")
 MODULES = (
-    "turnmill.cli.main",
+    "turnmill.cli.commands",
     "turnmill.config",
     "turnmill.intake.dataset",
     "turnmill.pipeline.stages",

@@ -17,7 +17,7 @@ def data() -> None:
     """Check data files."""
 
 
-@data.command("validate")
+@data.command("validate", short_help="Check every row of a .jsonl file.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--max-problems", type=click.IntRange(min=1), default=100, show_default=True, help="Problems to list.")

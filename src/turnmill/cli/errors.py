@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from turnmill.errors import InvalidInput, TurnmillError
+from turnmill.errors import Cancelled, InvalidInput, TurnmillError
 
 EXIT_FAILED = 1
 EXIT_INVALID_INPUT = 2
@@ -18,7 +18,10 @@ EXIT_INTERRUPTED = 130
 
 
 class SuggestingGroup(click.Group):
-    """A command group that names the closest command, and all of them, when a command is unknown."""
+    """Lists its commands in the order they were added; names the closest one, and all, when a command is unknown."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -40,6 +43,9 @@ def run_cli(group: click.Group, argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         click.echo(f"Error: {error}", err=True)
         return EXIT_INVALID_INPUT
+    except Cancelled:
+        click.echo("Interrupted.", err=True)
+        return EXIT_INTERRUPTED
     except TurnmillError as error:
         click.echo(f"Error: {error}", err=True)
         return EXIT_FAILED

@@ -1,27 +1,16 @@
-"""The root command."""
+"""Entry point of the `turnmill` script and of `python -m turnmill`."""
 
 import sys
 
-import click
-
-from turnmill import __version__
-from turnmill.cli.data import data
-from turnmill.cli.errors import SuggestingGroup, run_cli
-from turnmill.cli.role import role
-from turnmill.cli.run import demo, evaluate, run
-from turnmill.cli.show import runs, status, watch
-
-
-@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="turnmill")
-def turnmill() -> None:
-    """Multi-turn reinforcement learning for LLM agents, driven by events."""
-
-
-for command in (demo, run, evaluate, status, watch, runs, data, role):
-    turnmill.add_command(command)
-
 
 def main() -> None:
-    """Entry point of the `turnmill` script and of `python -m turnmill`."""
+    """Run the command and end the process with its exit code.
+
+    The commands are imported in here, so that Ctrl-C ends the command as it does later, and not in a traceback.
+    """
+    try:
+        from turnmill.cli.commands import turnmill
+        from turnmill.cli.errors import run_cli
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(run_cli(turnmill, sys.argv[1:]))

@@ -4,7 +4,7 @@ Values stay the text that was typed: `load_config` parses and checks them, so th
 the same messages.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,23 +13,54 @@ import click
 from turnmill.config import Parameter, describe, parameter_names
 
 F = TypeVar("F", bound=Callable[..., Any])
+# What an evaluation alone has no use for.
+TRAINING = frozenset(
+    "training_method max_steps global_batch_size number_generation max_refill_rounds rollout_strategy shuffle "
+    "lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low clip_ratio_high "
+    "kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance".split()
+)
+EPILOG = (
+    "A parameter comes from the last of: its default, the model's recipe.toml, --config, a variable TURNMILL_NAME, "
+    "the command line."
+)
 
 
-def config_options(command: F) -> F:
+class ParameterOption(click.Option):
+    """An option that sets a parameter of the run; help lists these under a heading of their own."""
+
+
+class CommandWithParameters(click.Command):
+    """A command whose help keeps its own few options apart from the many parameters."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both lists of options."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        for heading, of_parameter in (("Options", False), ("Parameters", True)):
+            chosen = [option for option in options if isinstance(option, ParameterOption) is of_parameter]
+            with formatter.section(heading):
+                formatter.write_dl([record for option in chosen if (record := option.get_help_record(ctx))])
+
+
+def config_options(*, without: Set[str] = frozenset()) -> Callable[[F], F]:
     """Add `--config FILE` (the keyword `config_file: Path | None`) and an option for each parameter.
 
-    Each parameter arrives as a keyword of its own name, None where it was not given: take them as `**flags` and hand
-    `collect_flags(flags)` to `load_config`.
+    Each parameter but those `without` arrives as a keyword of its own name, None where it was not given: take them as
+    `**flags` and hand `collect_flags(flags)` to `load_config`.
     """
-    for parameter in reversed(list(describe())):
-        command = _option(parameter)(command)
-    return click.option(
-        "--config",
-        "config_file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="TOML file with parameters, one `name = value` a line.",
-    )(command)
+
+    def add(command: F) -> F:
+        for parameter in reversed(list(describe())):
+            if parameter.name not in without:
+                command = _option(parameter)(command)
+        return click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="TOML file with parameters, one `name = value` a line.",
+        )(command)
+
+    return add
 
 
 def collect_flags(values: Mapping[str, object]) -> dict[str, object]:
@@ -43,6 +74,8 @@ def _option(parameter: Parameter) -> Callable[[F], F]:
     text = f"{parameter.doc[0].upper()}{parameter.doc[1:]}. [{limits}default: {default}]"
     if parameter.kind is bool:
         declaration = f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
-        return click.option(declaration, parameter.name, default=None, help=text)
+        return click.option(declaration, parameter.name, cls=ParameterOption, default=None, help=text)
     metavar = {int: "INTEGER", float: "NUMBER", str: "TEXT", dict: "JSON"}[parameter.kind]
-    return click.option(parameter.flag, parameter.name, type=str, default=None, metavar=metavar, help=text)
+    return click.option(
+        parameter.flag, parameter.name, cls=ParameterOption, type=str, default=None, metavar=metavar, help=text
+    )

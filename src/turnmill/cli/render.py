@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from turnmill.records import Metric, Run, RunStatus, StageRecord
+from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "cyan", "done": "green", "failed": "red"}
@@ -21,10 +23,11 @@ RUN_STYLES = {
 }
 
 
-def sparkline(values: Sequence[float], *, width: int = 50, low: float = 0.0, high: float = 1.0) -> str:
-    """One character a bucket of neighbouring values, by their mean, on the fixed scale `low`..`high`."""
+def sparkline(values: Sequence[float], *, width: int = 50) -> str:
+    """One character a bucket of neighbouring values, by their mean, on the scale 0..1, wider where values are."""
     if not values:
         return ""
+    low, high = min(0.0, *values), max(1.0, *values)
     width = min(width, len(values))
     text = ""
     for i in range(width):
@@ -58,13 +61,26 @@ def rewards(metrics: Sequence[Metric]) -> list[float]:
     return [m.values["reward_mean"] for m in metrics if "reward_mean" in m.values]
 
 
+def max_steps_of(run: Run) -> int:
+    """How many optimizer steps a run makes; 0 for an evaluation."""
+    return int(run.config.get("max_steps", 0)) if run.kind is RunKind.TRAIN else 0
+
+
 def step_line(metric: Metric, max_steps: int) -> str:
     """One step in one line, for logs and pipes."""
     v = metric.values
     return (
         f"step {metric.step}/{max_steps}  reward {v.get('reward_mean', float('nan')):.3f}  "
-        f"solved {v.get('solved', float('nan')):.3f}  generated {v.get('num_generated', 0):.0f}  "
-        f"loss {v.get('loss', float('nan')):+.4f}  audit max {v.get('audit_max', float('nan')):.1e}  "
+        f"solved {v.get('solved', float('nan')):.3f}  {_detail(metric)}"
+    )
+
+
+def _detail(metric: Metric) -> str:
+    """In less than 80 columns."""
+    v = metric.values
+    return (
+        f"{v.get('num_generated', 0):.0f} rollouts  loss {v.get('loss', float('nan')):+.4f}  "
+        f"audit {v.get('audit_max', float('nan')):.1e}  "
         f"{v.get('generate_s', 0):.1f} s generate + {v.get('train_s', 0):.1f} s train"
     )
 
@@ -86,32 +102,55 @@ def _stage_s(stage: StageRecord) -> float:
 
 def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
     """What `watch`, `run` and `demo` show while a run goes on."""
-    max_steps = int(run.config.get("max_steps", 0))
-    head = Text.assemble(
-        ("run ", "dim"), (run.run_id, "bold"), ("  ", ""), (run.status.value, RUN_STYLES[run.status]), ("  ", "")
-    )
+    max_steps = max_steps_of(run)
+    head = Text.assemble(("run ", "dim"), (run.run_id, "bold"), "  ", (run.status.value, RUN_STYLES[run.status]))
     rows: list[RenderableType] = [head, stages_text(run)]
     values = rewards(metrics)
     if values:
         left = eta_s(metrics, max_steps)
-        pace = f", about {duration(left)} left" if left and run.status is RunStatus.ACTIVE else ""
+        pace = f"  about {duration(left)} left" if left and run.status is RunStatus.ACTIVE else ""
         rows.append(
             Text.assemble(
                 ("step ", "dim"),
                 f"{metrics[-1].step}/{max_steps}",
-                ("  mean reward ", "dim"),
+                ("  reward ", "dim"),
                 (f"{values[-1]:.3f}", "bold"),
                 (pace, "dim"),
             )
         )
-        rows.append(Text(f"{sparkline(values)}  {values[0]:.2f} → {values[-1]:.2f}", style="magenta"))
-        rows.append(Text(step_line(metrics[-1], max_steps), style="dim"))
+        rows.append(curve(metrics))
+        rows.append(Text(_detail(metrics[-1]), style="dim"))
     return Group(*rows)
+
+
+def curve(metrics: Sequence[Metric]) -> Text:
+    """The reward of all steps in one line."""
+    values = rewards(metrics)
+    return Text.assemble((sparkline(values), "magenta"), (f"  {values[0]:.2f} → {values[-1]:.2f}", "dim"))
+
+
+def origin(run: Run, folder: Path) -> Text:
+    """Which run this is, where it is kept, and each parameter that is no default, by the source that set it."""
+    text = Text.assemble(("run ", "dim"), (run.run_id, "bold"), (" in ", "dim"), f"{folder}\n")
+    text.append("model ", style="dim").append(str(run.config["base_model"]))
+    by_source: dict[str, list[str]] = {}
+    for name, source in run.sources.items():
+        if source == "recipe.toml":
+            by_source.setdefault("its recipe.toml", []).append(f"{name}={_plain(run.config[name])}")
+        elif source != "default" and name != "base_model":
+            by_source.setdefault("set for this run", []).append(f"{name}={_plain(run.config[name])} ({source})")
+    for source in sorted(by_source):
+        text.append(f"\n{source}: ", style="dim").append(", ".join(by_source[source]), style="dim")
+    return text
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def curve_table(metrics: Sequence[Metric], *, rows: int = 10) -> Table:
     """The reward curve in about `rows` rows, each the mean of its steps."""
-    table = Table(title="reward over all valid rollouts", title_justify="left")
+    table = Table(box=SIMPLE, caption="reward: mean of all valid rollouts", caption_justify="left")
     for name in ("steps", "reward", "solved", "rollouts", "without signal", "audit max"):
         table.add_column(name, justify="right")
     size = max(1, -(-len(metrics) // rows))
@@ -122,7 +161,7 @@ def curve_table(metrics: Sequence[Metric], *, rows: int = 10) -> Table:
             return sum(m.values.get(key, 0.0) for m in part) / len(part)
 
         table.add_row(
-            f"{part[0].step}-{part[-1].step}",
+            str(part[0].step) if len(part) == 1 else f"{part[0].step}–{part[-1].step}",
             f"{mean('reward_mean'):.3f}",
             f"{mean('solved'):.3f}",
             f"{mean('num_generated'):.0f}",
@@ -132,17 +171,67 @@ def curve_table(metrics: Sequence[Metric], *, rows: int = 10) -> Table:
     return table
 
 
+def runs_table(found: Sequence[tuple[Run, Sequence[Metric]]]) -> Table:
+    """One row a run, in less than 80 columns."""
+    table = Table(box=SIMPLE)
+    table.add_column("run", no_wrap=True)
+    for name in ("kind", "status"):
+        table.add_column(name)
+    for name in ("steps", "reward", "held-out solved"):
+        table.add_column(name, justify="right")
+    for run, metrics in found:
+        figures = summary(run, metrics)
+        solved = [figures[name] for name in ("eval_before", "eval_after", "eval") if figures[name] is not None]
+        reward = figures["reward_last10"]
+        table.add_row(
+            run.run_id,
+            run.kind.value,
+            Text(run.status.value, style=RUN_STYLES[run.status]),
+            f"{figures['steps']}/{max_steps_of(run)}" if run.kind is RunKind.TRAIN else "",
+            "" if reward is None else f"{reward:.3f}",
+            " → ".join(f"{share:.3f}" for share in solved),
+        )
+    return table
+
+
 def parameters_table(run: Run) -> Table:
     """Each parameter with its value and where it came from."""
-    table = Table(title="parameters", title_justify="left")
-    table.add_column("name")
+    table = Table(box=SIMPLE)
+    table.add_column("parameter")
     table.add_column("value")
     table.add_column("source", style="dim")
     for name, value in run.config.items():
         source = run.sources.get(name, "default")
         style = "" if source == "default" else "bold"
-        table.add_row(Text(name, style=style), str(value), source)
+        table.add_row(Text(name, style=style), Text(_plain(value)), Text(source))
     return table
+
+
+def evaluation_lines(run: Run) -> list[str]:
+    """The share of held-out rollouts that were solved, with the half width of its 95 % interval."""
+    found = {name: result for stage in run.stages if stage.name == "Evaluate" for name, result in stage.result.items()}
+    titles = {"before": "held-out before training", "after": "held-out after training", "eval": "held-out"}
+    return [
+        f"{titles[name]}: {result['solved']:.3f} ± {result['solved_margin']:.3f} solved "
+        f"({result['num_valid']} rollouts, {result['num_tasks']} tasks, {result['num_invalid']} invalid)"
+        for name, result in found.items()
+    ]
+
+
+def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
+    """What came of a run, in sentences."""
+    figures = summary(run, metrics)
+    lines = []
+    if figures["reward_first"] is not None:
+        last = min(10, len(rewards(metrics)))
+        lines.append(
+            f"reward {figures['reward_first']:.3f} at the first step, {figures['reward_last10']:.3f} over the last "
+            f"{last} of {figures['steps']} ({duration(figures['train_s'] or 0)}, {figures['num_generated']} rollouts)"
+        )
+    lines += evaluation_lines(run)
+    if figures["checkpoint"]:
+        lines.append(f"final checkpoint: {figures['checkpoint']}")
+    return lines
 
 
 def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
@@ -153,7 +242,9 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}
     return {
         "run_id": run.run_id,
+        "kind": run.kind.value,
         "status": run.status.value,
+        "created_at": run.created_at,
         "seed": run.config.get("seed"),
         "steps": metrics[-1].step if metrics else 0,
         "reward_first": values[0] if values else None,
@@ -161,6 +252,8 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "eval_before": evaluations.get("before", {}).get("solved"),
         "eval_after": evaluations.get("after", {}).get("solved"),
         "eval": evaluations.get("eval", {}).get("solved"),
+        # All figures of each evaluation: `before` and `after` training, or `eval` alone.
+        "evaluations": evaluations,
         "train_s": round(_stage_s(training), 1) if training else None,
         "num_generated": int(sum(m.values.get("num_generated", 0.0) for m in metrics)),
         "checkpoint": training.result.get("checkpoint") if training else None,

@@ -2,34 +2,31 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
-import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from turnmill import assets
 from turnmill.cli import render
-from turnmill.cli.options import collect_flags, config_options
-from turnmill.cli.show import find_run, json_option, load_metrics, root_option
+from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
+from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
+from turnmill.cli.view import PlainConsole, WarningsShown, say, show
 from turnmill.config import Resolved, base_model_of, load_config
-from turnmill.errors import Cancelled, InvalidInput, NotFound, TurnmillError
+from turnmill.errors import InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
+from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import read_metrics, read_run
-
-VIEW_INTERVAL_S = 0.5
-# Without a terminal a line is printed every so many steps.
-LINE_EVERY_STEPS = 10
 
 data_file = click.Path(path_type=Path)
+figures_option = json_option("Print the figures of the run as one object; all else goes to standard error.")
 
 
 def resolve(config_file: Path | None, flags: Mapping[str, object]) -> Resolved:
@@ -39,12 +36,12 @@ def resolve(config_file: Path | None, flags: Mapping[str, object]) -> Resolved:
     return load_config(recipe=recipe if recipe.is_file() else None, file=config_file, environ=os.environ, flags=flags)
 
 
-@click.command()
+@click.command(cls=CommandWithParameters, epilog=EPILOG)
 @click.option("--data", "data_path", type=data_file, required=True, help="Tasks to train on (.jsonl).")
-@click.option("--eval-data", type=data_file, help="Held-out tasks (.jsonl) for the evaluation before and after.")
-@config_options
+@click.option("--eval-data", type=data_file, help="Held-out tasks (.jsonl), played after training by both models.")
 @root_option
-@json_option
+@figures_option
+@config_options()
 def run(
     data_path: Path, eval_data: Path | None, config_file: Path | None, root: Path, as_json: bool, **flags: object
 ) -> None:
@@ -53,10 +50,10 @@ def run(
     _start(root, Order(kind=RunKind.TRAIN, resolved=resolved, data=data_path, eval_data=eval_data), as_json)
 
 
-@click.command()
-@config_options
+@click.command(cls=CommandWithParameters, epilog=EPILOG, short_help="Train the shipped tiny model on Wordle.")
 @root_option
-@json_option
+@figures_option
+@config_options()
 def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
     """Train the shipped tiny model on Wordle and evaluate it on held-out words: minutes on a laptop CPU."""
     resolved = resolve(config_file, collect_flags(flags))
@@ -69,24 +66,25 @@ def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -
     _start(root, order, as_json)
 
 
-@click.command("eval")
+@click.command("eval", cls=CommandWithParameters, epilog=EPILOG, short_help="Evaluate a run's checkpoint or a model.")
 @click.argument("target", metavar="RUN|MODEL")
 @click.option("--data", "data_path", type=data_file, required=True, help="Tasks to evaluate on (.jsonl).")
-@config_options
 @root_option
-@json_option
+@figures_option
+@config_options(without=TRAINING | {"base_model"})
 def evaluate(
     target: str, data_path: Path, config_file: Path | None, root: Path, as_json: bool, **flags: object
 ) -> None:
     """Evaluate a run's final checkpoint, a shipped model, or a folder with a Hugging Face model."""
-    model = _model_of(root, target)
-    resolved = resolve(config_file, {**collect_flags(flags), "base_model": str(model)})
+    resolved = resolve(config_file, {**collect_flags(flags), "base_model": _model_of(root, target)})
     _start(root, Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path), as_json)
 
 
 def _model_of(root: Path, target: str) -> str:
-    if target in assets.shipped_models() or Path(target).expanduser().is_dir():
+    if target in assets.shipped_models():
         return target
+    if (folder := Path(target).expanduser()).is_dir():
+        return str(folder.absolute())
     if "/" in target:
         raise NotFound(f"{target} is not a folder")
     try:
@@ -100,105 +98,115 @@ def _model_of(root: Path, target: str) -> str:
     return str(checkpoint)
 
 
+# ---------------------------------------------------------------- in the foreground
+
+
 def _start(root: Path, order: Order, as_json: bool) -> None:
     check_order(order)
-    final, error = run_loop(_run_and_show(root, order, as_json))
-    _conclude(root, final, error, as_json)
-    if isinstance(error, Cancelled):
-        raise KeyboardInterrupt
+    _check_root(root)
+    console = PlainConsole(stderr=as_json)
+    final, error = run_loop(_run_and_show(root, order, console))
+    _conclude(root, final, error, console, as_json)
     if error is not None:
         raise error
 
 
-async def _run_and_show(root: Path, order: Order, as_json: bool) -> tuple[Run, TurnmillError | None]:
-    """Walk the pipeline beside a view of it; the first Ctrl-C cancels the run in order."""
-    cancel = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, cancel.set)
-    started: asyncio.Queue[Run] = asyncio.Queue()
-    view = asyncio.create_task(_view(root, started, cancel, as_json), name="view")
+def _check_root(root: Path) -> None:
+    """Make the deployment's folder; raises `InvalidInput` where nothing can be written."""
     try:
-        return await execute(root, order, cancel=cancel, created=started.put_nowait)
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise InvalidInput(f"--root {root}: can't write there: {(error.strerror or str(error)).lower()}") from error
+
+
+async def _run_and_show(root: Path, order: Order, console: Console) -> tuple[Run, TurnmillError | None]:
+    """Walk the pipeline beside a view of it; the first Ctrl-C, or the loss of the output, cancels the run in order."""
+    cancel, ended = asyncio.Event(), asyncio.Event()
+    views: list[asyncio.Task[None]] = []
+
+    async def view(run: Run) -> None:
+        try:
+            say(console, render.origin(run, root / "runs" / run.run_id))
+            await show(root, run.run_id, console, ended=ended)
+        except OSError:
+            # Nobody can see it any more: the terminal, or the reader of the pipe, is gone.
+            cancel.set()
+            raise
+
+    with ExitStack() as stack:
+        stack.enter_context(_signals(cancel, console))
+
+        def created(run: Run) -> None:
+            stack.enter_context(_control_log(root / "runs" / run.run_id / "logs" / "control.log"))
+            stack.enter_context(WarningsShown(console))
+            views.append(asyncio.create_task(view(run), name="view"))
+
+        try:
+            outcome = await execute(root, order, cancel=cancel, created=created)
+        finally:
+            ended.set()
+            await asyncio.gather(*views, return_exceptions=True)
+    for task in views:
+        task.result()
+    return outcome
+
+
+@contextmanager
+def _signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal end the run in order; the default would leave its record as active."""
+    loop = asyncio.get_running_loop()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+
+    def stop() -> None:
+        first = not cancel.is_set()
+        cancel.set()
+        # A terminal that hung up takes no text.
+        with suppress(OSError):
+            console.print("stopping: every process of the run is ended" if first else "still stopping, 10 s at most")
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
     finally:
-        view.cancel()
-        await asyncio.gather(view, return_exceptions=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
-async def _view(root: Path, started: "asyncio.Queue[Run]", cancel: asyncio.Event, as_json: bool) -> None:
-    run = await started.get()
-    console = Console(stderr=as_json)
-    told_cancel = False
-    if console.is_terminal:
-        with Live(render.live_view(run, []), console=console, auto_refresh=False) as live:
-            while True:
-                await asyncio.sleep(VIEW_INTERVAL_S)
-                run, metrics = await read_run(root, run.run_id), await read_metrics(root, run.run_id)
-                live.update(render.live_view(run, metrics), refresh=True)
-                if cancel.is_set() and not told_cancel:
-                    told_cancel = True
-                    live.console.print("stopping: the current step is finished, then everything is shut down")
-    else:
-        await _print_lines(root, run, console)
+@contextmanager
+def _control_log(path: Path) -> Iterator[None]:
+    """Logs of this process go to a file of the run, like those of its other roles; the screen belongs to the view."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        configure_logging("control", stream=file)
+        try:
+            yield
+        finally:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
 
 
-async def _print_lines(root: Path, run: Run, console: Console) -> None:
-    console.print(f"run {run.run_id} in {root}", soft_wrap=True)
-    stage, shown = "", 0
-    while True:
-        await asyncio.sleep(VIEW_INTERVAL_S)
-        run, metrics = await read_run(root, run.run_id), await read_metrics(root, run.run_id)
-        if run.stages and run.stages[-1].name != stage:
-            stage = run.stages[-1].name
-            console.print(f"stage {stage}", soft_wrap=True)
-        for metric in metrics[shown:]:
-            if metric.step == 1 or metric.step % LINE_EVERY_STEPS == 0:
-                console.print(render.step_line(metric, int(run.config["max_steps"])), soft_wrap=True, highlight=False)
-        shown = len(metrics)
-
-
-def _conclude(root: Path, run: Run, error: TurnmillError | None, as_json: bool) -> None:
+def _conclude(root: Path, run: Run, error: TurnmillError | None, console: Console, as_json: bool) -> None:
     metrics = load_metrics(root, run)
-    figures = render.summary(run, metrics)
     if as_json:
-        click.echo(json.dumps(figures))
-    console = Console(stderr=as_json)
-    if not as_json:
-        if metrics:
-            console.print(render.curve_table(metrics))
-            console.print(Text(render.sparkline(render.rewards(metrics)), style="magenta"))
-        _print_figures(console, run, figures)
+        click.echo(json.dumps(render.summary(run, metrics)))
+    elif metrics:
+        console.print(render.curve_table(metrics))
+        if not console.is_terminal:  # else the view has left it there
+            console.print(render.curve(metrics))
+    at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
+    lines = render.result_lines(run, metrics)
     if error is not None:
-        _print_kept(console, root, run, figures)
-
-
-def _print_figures(console: Console, run: Run, figures: Mapping[str, Any]) -> None:
-    if figures["reward_first"] is not None:
-        console.print(
-            f"mean reward {figures['reward_first']:.3f} at the first step, "
-            f"{figures['reward_last10']:.3f} over the last 10 of {figures['steps']} steps "
-            f"({render.duration(figures['train_s'] or 0)}, {figures['num_generated']} conversations)"
-        )
-    if figures["eval_before"] is not None and figures["eval_after"] is not None:
-        console.print(f"held-out solve rate {figures['eval_before']:.3f} before, {figures['eval_after']:.3f} after")
-    for stage in run.stages:
-        if stage.name == "Evaluate" and "eval" in stage.result:
-            result = stage.result["eval"]
-            console.print(
-                f"solved {result['solved']:.3f} ± {result['solved_margin']:.3f} of {result['num_valid']} rollouts "
-                f"({result['num_tasks']} tasks, {result['num_invalid']} invalid)"
-            )
-    if figures["checkpoint"]:
-        console.print(f"final checkpoint: {figures['checkpoint']}", soft_wrap=True)
-    console.print(f"more: turnmill status {run.run_id}", soft_wrap=True)
-
-
-def _print_kept(console: Console, root: Path, run: Run, figures: Mapping[str, Any]) -> None:
-    """After a failure or Ctrl-C: what was kept, and how to start again."""
-    folder = root / "runs" / run.run_id
-    console.print(f"{run.status.value} after step {figures['steps']}; every process that was started has ended")
-    console.print(f"kept: {folder} (records, conversations, metrics, logs/)", soft_wrap=True)
-    console.print("start again with the same command: it is a new run from step 1", soft_wrap=True)
-    sys.stdout.flush()
+        lines += [
+            f"{run.status.value}; every process that was started has ended",
+            f"kept: {root / 'runs' / run.run_id} (records, conversations, metrics, logs/)",
+            "start again with the same command: it is a new run from step 1",
+        ]
+    for line in [*lines, f"more: turnmill status {run.run_id}{at_root}"]:
+        say(console, line)

@@ -2,26 +2,23 @@
 
 import difflib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from turnmill.cli import render
+from turnmill.cli.view import PlainConsole, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading import list_runs, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
-WATCH_INTERVAL_S = 0.5
+DEFAULT_ROOT = Path(".turnmill")
 
 
 def root_option(command: F) -> F:
@@ -29,16 +26,16 @@ def root_option(command: F) -> F:
     return click.option(
         "--root",
         type=click.Path(path_type=Path, file_okay=False),
-        default=Path(".turnmill"),
+        default=DEFAULT_ROOT,
         envvar="TURNMILL_ROOT",
         show_default=True,
         help="Folder of the deployment (or TURNMILL_ROOT).",
     )(command)
 
 
-def json_option(command: F) -> F:
+def json_option(text: str) -> Callable[[F], F]:
     """Machine-readable output on standard output."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+    return click.option("--json", "as_json", is_flag=True, help=text)
 
 
 def find_run(root: Path, run_id: str) -> Run:
@@ -65,36 +62,22 @@ def load_metrics(root: Path, run: Run) -> list[Metric]:
 
 @click.command()
 @root_option
-@json_option
+@json_option("Print a list of objects, one a run.")
 def runs(root: Path, as_json: bool) -> None:
-    """List all runs."""
-    found = load_runs(root)
+    """List all runs, oldest first."""
+    found = [(run, load_metrics(root, run)) for run in load_runs(root)]
     if as_json:
-        rows = [render.summary(run, load_metrics(root, run)) for run in found]
-        click.echo(json.dumps(rows))
-        return
-    table = Table()
-    for name in ("run", "kind", "status", "stage", "steps", "reward", "started"):
-        table.add_column(name)
-    for run in found:
-        figures = render.summary(run, load_metrics(root, run))
-        reward = figures["reward_last10"]
-        table.add_row(
-            run.run_id,
-            run.kind.value,
-            Text(run.status.value, style=render.RUN_STYLES[run.status]),
-            run.stages[-1].name if run.stages else "",
-            str(figures["steps"]),
-            "" if reward is None else f"{reward:.3f}",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_at)),
-        )
-    Console().print(table if found else f"no runs in {root}; start one with `turnmill demo`")
+        click.echo(json.dumps([render.summary(run, metrics) for run, metrics in found]))
+    elif found:
+        PlainConsole().print(render.runs_table(found))
+    else:
+        click.echo(f"no runs in {root}; start one with `turnmill demo`")
 
 
-@click.command()
+@click.command(short_help="Show one run: stages, figures, parameters.")
 @click.argument("run_id", metavar="RUN")
 @root_option
-@json_option
+@json_option("Print one object.")
 def status(run_id: str, root: Path, as_json: bool) -> None:
     """Show one run: its stages, figures, and each parameter with its source."""
     run = find_run(root, run_id)
@@ -105,43 +88,28 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
         latest = metrics[-1].values if metrics else {}
         click.echo(json.dumps({**record, "summary": render.summary(run, metrics), "latest": latest}))
         return
-    console = Console()
+    console = PlainConsole()
     console.print(render.live_view(run, metrics))
     if run.error:
-        console.print(Text(f"error: {run.error}", style="red"))
+        say(console, Text(f"error: {run.error}", style="red"))
     if metrics:
         console.print(render.curve_table(metrics))
+    for text in render.evaluation_lines(run):
+        say(console, text)
     console.print(render.parameters_table(run))
 
 
-@click.command()
+@click.command(short_help="Follow a run until it ends.")
 @click.argument("run_id", metavar="RUN")
 @root_option
-@json_option
+@json_option("Print one object a step, and the figures of the run as the last one.")
 def watch(run_id: str, root: Path, as_json: bool) -> None:
-    """Follow a run until it ends: step, reward curve, time left. `--json` prints one line a step."""
+    """Follow a run until it ends: stage, step, reward curve, time left."""
     run = find_run(root, run_id)
-    if as_json or not Console().is_terminal:
-        _follow_lines(root, run, as_json)
+    if as_json:
+        run_loop(print_steps(root, run.run_id))
         return
-    with Live(render.live_view(run, load_metrics(root, run)), auto_refresh=False) as live:
-        while not run.status.is_final:
-            time.sleep(WATCH_INTERVAL_S)
-            run = find_run(root, run_id)
-            live.update(render.live_view(run, load_metrics(root, run)), refresh=True)
-
-
-def _follow_lines(root: Path, run: Run, as_json: bool) -> None:
-    shown = 0
-    while True:
-        run = find_run(root, run.run_id)
-        metrics = load_metrics(root, run)
-        for metric in metrics[shown:]:
-            line = json.dumps({"step": metric.step, "time": metric.time, **metric.values})
-            click.echo(line if as_json else render.step_line(metric, int(run.config["max_steps"])))
-        shown = len(metrics)
-        if run.status.is_final:
-            figures = render.summary(run, metrics)
-            click.echo(json.dumps(figures) if as_json else f"run {run.run_id} {run.status.value}")
-            return
-        time.sleep(WATCH_INTERVAL_S)
+    console = PlainConsole()
+    run_loop(show(root, run.run_id, console))
+    if not console.is_terminal:
+        click.echo(f"run {run_id} {find_run(root, run_id).status.value}")

@@ -1,6 +1,10 @@
 """What the records of a deployment say. Nothing here writes."""
 
+import asyncio
+import contextlib
 import os
+import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,22 +12,36 @@ from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.pipeline.engine import load_run
 from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, decode
 
+FOLLOW_INTERVAL_S = 0.5
+# Reading may take this share of the time, however long a run's history is: control has conversations to serve.
+READING_SHARE = 0.05
+# A process that began so long after its run was made is another one that got the same pid.
+PID_TOLERANCE_S = 60.0
+
 
 def as_seen(run: Run) -> Run:
     """The run as its record says, or interrupted where it is active and its control process is gone."""
-    if run.status is RunStatus.ACTIVE and run.pid is not None and not _exists(run.pid):
+    if run.status is RunStatus.ACTIVE and run.pid is not None and not _lives(run.pid, run.created_at):
         return replace(run, status=RunStatus.INTERRUPTED, error="its control process ended without finishing the run")
     return run
 
 
-def _exists(pid: int) -> bool:
+def _lives(pid: int, since: float) -> bool:
+    """Whether the process that had this pid at the time `since` (Unix seconds) still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass  # it exists and belongs to somebody else
-    return True
+    try:
+        # After the name, which may hold anything: state, then 18 fields, then the start in ticks after boot (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()  # it has just ended, or this system has no such files
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # A zombie has ended; only its parent has not asked how.
+    return fields[0] not in "ZX" and time.time() - age_s < since + PID_TOLERANCE_S
 
 
 async def list_runs(root: Path) -> list[Run]:
@@ -42,19 +60,34 @@ async def list_runs(root: Path) -> list[Run]:
     return sorted(found, key=lambda run: run.created_at)
 
 
-async def read_run(root: Path, run_id: str) -> Run:
-    """One run; raises `NotFound`."""
-    runs = open_root_records(root)
-    try:
-        return as_seen(await load_run(runs, run_id))
-    finally:
-        runs.close()
-
-
 async def read_metrics(root: Path, run_id: str) -> list[Metric]:
     """The metrics of a run by step."""
     ports = open_run(root, run_id, num_replicas=0)
     try:
         return await ports.metrics.read(run_id)
+    finally:
+        ports.close()
+
+
+async def follow(
+    root: Path, run_id: str, *, ended: asyncio.Event | None = None
+) -> AsyncIterator[tuple[Run, list[Metric]]]:
+    """A run and its metrics, at once and again about twice a second until the run is final or `ended` is set.
+
+    The last pair is how it ended. Raises `NotFound`.
+    """
+    ended = ended or asyncio.Event()
+    ports = open_run(root, run_id, num_replicas=0)
+    try:
+        while True:
+            last, before = ended.is_set(), time.monotonic()
+            run = as_seen(await load_run(ports.runs, run_id))
+            metrics = await ports.metrics.read(run_id)
+            reading_s = time.monotonic() - before
+            yield run, metrics
+            if last or run.status.is_final:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), max(FOLLOW_INTERVAL_S, reading_s / READING_SHARE))
     finally:
         ports.close()

@@ -15,8 +15,8 @@ import pytest
 
 from turnmill import assets
 from turnmill.backends.embedded import open_root_records
+from turnmill.cli.commands import turnmill
 from turnmill.cli.errors import run_cli
-from turnmill.cli.main import turnmill
 from turnmill.ports import Write
 from turnmill.records import Run, RunKind, RunStatus, encode
 
@@ -227,6 +227,21 @@ COMMANDS = [
     Bad(name="status of a run where none is", argv=["status", "run-1"], says=["there is no run 'run-1'"]),
     Bad(name="a model folder that is not there", argv=["eval", "./none", "--data", "good.jsonl"], says=["./none"]),
     Bad(name="neither a run nor a model", argv=["eval", "wordle-tin", "--data", "good.jsonl"], says=["wordle-tiny"]),
+    Bad(
+        name="a deployment's folder that can't be made",
+        argv=[*RUN, "--root", "good.jsonl/root"],
+        says=["--root good.jsonl/root: can't write there: not a directory"],
+    ),
+    Bad(
+        name="a parameter that an evaluation has no use for",
+        argv=["eval", "wordle-tiny", "--data", "good.jsonl", "--lr", "0.1"],
+        says=["No such option '--lr'"],
+    ),
+    Bad(
+        name="a model for an evaluation that names one already",
+        argv=["eval", "wordle-tiny", "--data", "good.jsonl", "--base-model", "other"],
+        says=["No such option '--base-model'"],
+    ),
     Bad(name="a file for the deployment's folder", argv=["runs", "--root", "good.jsonl"], says=["--root", "is a file"]),
 ]
 

@@ -4,9 +4,9 @@ import click
 import pytest
 
 from turnmill.cli.errors import SuggestingGroup, run_cli
-from turnmill.cli.options import collect_flags, config_options
+from turnmill.cli.options import TRAINING, CommandWithParameters, collect_flags, config_options
 from turnmill.config import describe, load_config
-from turnmill.errors import BackendUnavailable, DataError
+from turnmill.errors import BackendUnavailable, Cancelled, DataError
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,6 +21,7 @@ def fail(what: str) -> None:
         "input": DataError("line 3 is bad"),
         "service": BackendUnavailable("the store is busy"),
         "interrupt": KeyboardInterrupt(),
+        "cancelled": Cancelled("cancelled by the user"),
         "defect": ZeroDivisionError("a defect"),
     }[what]
 
@@ -31,8 +32,8 @@ def leave(ctx: click.Context) -> None:
     ctx.exit(7)
 
 
-@group.command()
-@config_options
+@group.command(cls=CommandWithParameters)
+@config_options()
 def show(config_file: object, **flags: object) -> None:
     assert config_file is None
     click.echo(repr(collect_flags(flags)))
@@ -44,6 +45,7 @@ def show(config_file: object, **flags: object) -> None:
         (["fail", "input"], 2, "Error: line 3 is bad\n"),
         (["fail", "service"], 1, "Error: the store is busy\n"),
         (["fail", "interrupt"], 130, "Interrupted.\n"),
+        (["fail", "cancelled"], 130, "Interrupted.\n"),
         (["leave"], 7, ""),
         (["show"], 0, ""),
         (["shw"], 2, "No such command 'shw'; did you mean show? Commands: fail, leave, show"),
@@ -74,6 +76,22 @@ def test_help_shows_every_parameter_with_its_meaning(flag: str, capsys: pytest.C
     for parameter in describe():
         assert parameter.flag in text
     assert "Optimizer steps. [at least 1 and at most 100000; default: 100]" in text
+
+
+def test_help_lists_the_commands_own_options_before_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(group, ["show", "--help"]) == 0
+    own, parameters = capsys.readouterr().out.split("Parameters:")
+    assert "--config FILE" in own and "--help" in own
+    assert not any(f"{parameter.flag} " in own for parameter in describe())
+    assert "--config FILE" not in parameters
+
+
+def test_commands_keep_the_order_in_which_they_were_added() -> None:
+    assert group.list_commands(click.Context(group)) == ["fail", "leave", "show"]
+
+
+def test_what_an_evaluation_has_no_use_for_names_parameters() -> None:
+    assert {parameter.name for parameter in describe()} >= TRAINING
 
 
 def test_options_are_collected_as_typed_and_only_where_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """What the terminal shows."""
 
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
@@ -24,11 +26,12 @@ def run(**changes: object) -> Run:
     return Run(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_a_sparkline_has_one_bar_a_bucket_on_a_fixed_scale() -> None:
+def test_a_sparkline_has_one_bar_a_bucket_on_a_scale_that_holds_all_values() -> None:
     assert render.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert render.sparkline([0.0] * 50 + [1.0] * 50, width=2) == "▁█"
     assert render.sparkline([]) == ""
     assert render.sparkline([-1.0, 9.0]) == "▁█"
+    assert render.sparkline([0.0, 5.0, 10.0]) == "▁▅█"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.2, "3 s"), (185, "3 min 5 s"), (7440, "2 h 4 min")])
@@ -82,3 +85,30 @@ def test_the_view_names_the_run_its_stages_and_its_curve() -> None:
     text = capture.get()
     for part in ("r1", "ValidateData 2 s", "step 2/20", "▁█", "--max-steps"):
         assert part in text
+
+
+def test_the_start_names_the_recipe_and_what_was_set_with_its_source() -> None:
+    order = run(
+        config={"base_model": "wordle-tiny", "lr": 0.001, "max_steps": 5, "shuffle": True, "seed": 0},
+        sources={"base_model": "default", "lr": "recipe.toml", "max_steps": "--max-steps", "shuffle": "run.toml"},
+    )
+    assert render.origin(order, Path("root/runs/r1")).plain.splitlines() == [
+        "run r1 in root/runs/r1",
+        "model wordle-tiny",
+        "its recipe.toml: lr=0.001",
+        "set for this run: max_steps=5 (--max-steps), shuffle=true (run.toml)",
+    ]
+
+
+def test_the_result_counts_the_steps_that_its_mean_is_over() -> None:
+    lines = render.result_lines(run(), [metric(i, i / 10, float(i)) for i in range(1, 4)])
+    assert lines == ["reward 0.100 at the first step, 0.200 over the last 3 of 3 (0 s, 192 rollouts)"]
+    assert render.result_lines(run(), []) == []
+
+
+def test_the_curve_table_names_ranges_of_steps_and_single_ones() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(render.curve_table([metric(i, 0.5, float(i)) for i in range(1, 4)], rows=2))
+    rows = [line.split()[0] for line in capture.get().splitlines() if "0.500" in line]
+    assert rows == ["1–2", "3"]

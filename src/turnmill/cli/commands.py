@@ -1,0 +1,20 @@
+"""The root command."""
+
+import click
+
+from turnmill import __version__
+from turnmill.cli.data import data
+from turnmill.cli.errors import SuggestingGroup
+from turnmill.cli.role import role
+from turnmill.cli.run import demo, evaluate, run
+from turnmill.cli.show import runs, status, watch
+
+
+@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="turnmill")
+def turnmill() -> None:
+    """Multi-turn reinforcement learning for LLM agents, driven by events."""
+
+
+for command in (demo, run, evaluate, runs, status, watch, data, role):
+    turnmill.add_command(command)
