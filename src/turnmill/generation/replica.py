@@ -44,7 +44,8 @@ from turnmill.records import (
 
 logger = logging.getLogger(__name__)
 
-_LEASE_S = 30.0
+# How long the calls of a replica that was killed wait for its successor at most, which needs some seconds to start.
+_LEASE_S = 10.0
 # How long one lease waits for messages; bounds how long `stop` takes.
 _WAIT_S = 0.5
 # How often an idle replica looks at the weight pointer.
