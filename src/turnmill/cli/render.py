@@ -92,12 +92,16 @@ def stages_text(run: Run) -> Text:
         if text:
             text.append(" → ")
         text.append(stage.name, style=STYLES.get(stage.state, ""))
-        text.append(f" {duration(_stage_s(stage))}", style="dim")
+        if (seconds := _stage_s(run, stage)) is not None:
+            text.append(f" {duration(seconds)}", style="dim")
     return text
 
 
-def _stage_s(stage: StageRecord) -> float:
-    return (stage.ended_at or time.time()) - stage.started_at
+def _stage_s(run: Run, stage: StageRecord) -> float | None:
+    """How long a stage took, or has taken up to now; None where nobody saw its end."""
+    if stage.ended_at is None:
+        return None if run.status.is_final else time.time() - stage.started_at
+    return stage.ended_at - stage.started_at
 
 
 def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
@@ -177,7 +181,7 @@ def runs_table(found: Sequence[tuple[Run, Sequence[Metric]]]) -> Table:
     table.add_column("run", no_wrap=True)
     for name in ("kind", "status"):
         table.add_column(name)
-    for name in ("steps", "reward", "held-out solved"):
+    for name in ("steps", "reward", "held-out"):
         table.add_column(name, justify="right")
     for run, metrics in found:
         figures = summary(run, metrics)
@@ -239,6 +243,7 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     values = rewards(metrics)
     stages = {stage.name: stage for stage in run.stages}
     training = stages.get("SubmitTraining")
+    train_s = _stage_s(run, training) if training else None
     evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}
     return {
         "run_id": run.run_id,
@@ -254,7 +259,7 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "eval": evaluations.get("eval", {}).get("solved"),
         # All figures of each evaluation: `before` and `after` training, or `eval` alone.
         "evaluations": evaluations,
-        "train_s": round(_stage_s(training), 1) if training else None,
+        "train_s": None if train_s is None else round(train_s, 1),
         "num_generated": int(sum(m.values.get("num_generated", 0.0) for m in metrics)),
         "checkpoint": training.result.get("checkpoint") if training else None,
         "error": run.error,

@@ -1,5 +1,8 @@
 """From errors to exit codes, and the options made from the parameter table."""
 
+import subprocess
+import sys
+
 import click
 import pytest
 
@@ -62,6 +65,13 @@ def test_each_kind_of_end_has_its_exit_code_and_no_traceback(
     error = capsys.readouterr().err
     assert text in error
     assert "Traceback" not in error
+
+
+def test_the_entry_point_imports_the_commands_only_where_ctrl_c_is_caught() -> None:
+    code = (
+        "import sys, turnmill.cli.main; sys.exit(bool({'click', 'rich', 'turnmill.cli.commands'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_defect_keeps_its_traceback() -> None:

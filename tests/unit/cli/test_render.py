@@ -71,6 +71,14 @@ def test_the_summary_quotes_first_and_last_ten_rewards_and_both_evaluations() ->
     assert (figures["steps"], figures["num_generated"], figures["checkpoint"]) == (12, 768, "/c")
 
 
+def test_a_stage_whose_end_nobody_saw_has_no_duration() -> None:
+    stages = (StageRecord(name="SubmitTraining", state="running", started_at=0.0),)
+    interrupted = run(status=RunStatus.INTERRUPTED, stages=stages)
+    assert render.stages_text(interrupted).plain == "SubmitTraining"
+    assert render.summary(interrupted, [])["train_s"] is None
+    assert render.stages_text(run(stages=stages)).plain.startswith("SubmitTraining ")
+
+
 def test_the_summary_of_a_run_that_never_trained_has_no_figures() -> None:
     figures = render.summary(run(status=RunStatus.FAILED, error="bad data"), [])
     assert figures["reward_first"] is None and figures["train_s"] is None and figures["error"] == "bad data"
