@@ -89,6 +89,8 @@ class Metric:
 
     run_id: str
     step: int
+    # Of its batch.
+    incarnation: int = 1
     time: float
     values: dict[str, float]
 

@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from turnmill.config import Config
-from turnmill.records import DropReason, Task
+from turnmill.records import DropReason, Progress, Task
 
 # Groups that the running share of groups with signal remembers, roughly.
 _MEMORY_GROUPS = 64
 # Before anything is known: this many of `_PRIOR_GROUPS` groups had signal.
 _PRIOR_SIGNAL = 2.0
 _PRIOR_GROUPS = 4.0
+_BEGINNING = Progress()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,8 @@ class TaskOrder:
 class BatchBuilder:
     """Collects one batch after another; the same ends in the same order give the same draws, drops and batches."""
 
-    def __init__(self, config: Config, tasks: Sequence[Task], *, prefix: str, position: int = 0) -> None:
-        """`prefix` makes group ids unique over the trainers of a run; `position` is where in the data to begin."""
+    def __init__(self, config: Config, tasks: Sequence[Task], *, prefix: str, progress: Progress = _BEGINNING) -> None:
+        """`prefix` makes group ids unique over the trainers of a run; `progress` is where to begin."""
         self._size = config.number_generation
         self._groups_wanted = config.groups_per_batch
         self._num_slots = config.global_batch_size
@@ -130,13 +131,18 @@ class BatchBuilder:
         self._prefix = prefix
         self._num_drawn = 0
         # Position in the data of the first group of the batch being collected.
-        self.position = position
+        self.position = progress.position
         self._groups: list[_Group] = []
         self._group_of: dict[str, _Group] = {}
         # Open samples that no batch has a place for any more.
         self.leaving: set[str] = set()
-        self._seen_signal = 0.0
-        self._seen_groups = 0.0
+        self._seen_signal = progress.seen_signal
+        self._seen_groups = progress.seen_groups
+
+    @property
+    def progress(self) -> Progress:
+        """Where another builder may go on; right after `close`."""
+        return Progress(position=self.position, seen_signal=self._seen_signal, seen_groups=self._seen_groups)
 
     # ------------------------------------------------------------ what to play
 

@@ -4,7 +4,7 @@ Axes: B rows of a micro-batch, T positions, N selected positions, V vocabulary, 
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,17 @@ _COMPANIONS = (
     "chat_template*",
     "recipe.toml",
 )
+
+
+def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Fingerprint of named tensors."""
+    return fingerprint(map(_raw, tensors))
+
+
+def _raw(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], bytes]:
+    name, tensor = named
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return name, str(tensor.dtype), tuple(tensor.shape), raw.numpy().tobytes()
 
 
 class Policy:
@@ -83,12 +94,7 @@ class Policy:
 
     def fingerprint(self) -> str:
         """Digest of the weights in memory, as replicas compute it from theirs."""
-        return fingerprint(self._raw_tensors())
-
-    def _raw_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        for name, parameter in self.model.named_parameters():
-            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            yield name, str(parameter.dtype), tuple(parameter.shape), raw.numpy().tobytes()
+        return digest_of_tensors(self.model.named_parameters())
 
     def save_weights(self, folder: Path) -> None:
         """Write what replicas load: `model.safetensors` with each parameter once, a tied one too."""

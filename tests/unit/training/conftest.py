@@ -1,13 +1,15 @@
 """Builders for training tests: real records, digests and all, and the shipped tiny model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, ScriptedRollouts, first_of_four
 from turnmill import assets
+from turnmill.backends.embedded import open_run
 from turnmill.config import Config
 from turnmill.records import (
     Call,
@@ -132,3 +134,22 @@ def trainer_of(tiny_model: Path) -> Callable[[Config], Trainer]:
         return Trainer(tiny_model, config)
 
     return make
+
+
+@pytest.fixture
+def builders(call_of: Callable[..., Call], sample_of: Callable[..., SampleRecord]) -> Builders:
+    return call_of, sample_of
+
+
+@pytest.fixture
+async def bench(
+    tmp_path: Path, small_config: Config, tasks: list[Task], trainer_of: Callable[[Config], Trainer]
+) -> AsyncIterator[Bench]:
+    ports = open_run(tmp_path / "root", RUN_ID, num_replicas=1)
+    yield Bench(ports, small_config, tasks, trainer_of(small_config), tmp_path / "checkpoints")
+    ports.close()
+
+
+@pytest.fixture
+def rollouts(bench: Bench, tiny_model: Path, builders: Builders) -> ScriptedRollouts:
+    return ScriptedRollouts(bench.ports, tiny_model, builders, first_of_four)

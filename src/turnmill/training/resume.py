@@ -1,0 +1,95 @@
+"""Brings a new trainer process to where the run's records say that it is.
+
+    live batches -> samples settled -> latest checkpoint on their way (or the base model)
+        -> replay the applied batches after it, each to its recorded weights -> serve that version
+        -> apply the batch that was recorded and not applied -> go on
+
+A run's first trainer goes the same way, with nothing on it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from turnmill.errors import RecordCorrupt
+from turnmill.ports import RecordStore
+from turnmill.records import Batch, BatchState, Progress, Purpose
+from turnmill.training import snapshot
+from turnmill.training.checkpoint import Checkpoints
+from turnmill.training.history import live_batches, settle, supersede_strays
+from turnmill.training.stepper import Stepper
+from turnmill.training.tally import Seconds
+from turnmill.training.trainer import StepResult
+
+logger = logging.getLogger(__name__)
+# What is to be told and stored after a step, where that was not done before.
+Finish = Callable[[Batch, StepResult], Awaitable[None]]
+
+
+async def resume(
+    records: RecordStore,
+    run_id: str,
+    stepper: Stepper,
+    checkpoints: Checkpoints,
+    finish: Finish,
+    stop: asyncio.Event,
+) -> Progress | None:
+    """Bring `stepper` to the last recorded step; where in the data to go on, or None when asked to stop on the way.
+
+    `finish` is told each step that is made. Raises `AuditFailed` where a replayed step gives other weights.
+    """
+    await stepper.begin()
+    await asyncio.to_thread(checkpoints.clean)
+    live = await live_batches(records, run_id)
+    await supersede_strays(records, run_id, live)
+    changed = await settle(records, run_id, Purpose.TRAIN, [item.batch for item in live])
+    applied = [item.batch for item in live if item.batch.state is BatchState.APPLIED]
+    if live:
+        logger.info(
+            "going on from step %d of %d recorded; samples settled: %s",
+            len(applied),
+            len(live),
+            {state.value: num for state, num in changed.items()} or "none",
+            extra={"at": run_id},
+        )
+    stepper.fingerprints |= {str(batch.version): batch.digest or "" for batch in applied}
+    await asyncio.to_thread(_restore, stepper, checkpoints, applied)
+    for batch in applied[stepper.step :]:
+        if stop.is_set():
+            return None
+        await finish(batch, await stepper.replay(batch))
+    await stepper.point()
+    for item in live[len(applied) :]:
+        if stop.is_set():
+            return None
+        taken = await stepper.retake(item)
+        # The replicas that sampled it may have been replaced since; the audit of each token stays.
+        result = await stepper.apply(taken, Seconds(), _nothing(), is_vouched=False)
+        await finish(item.batch, result)
+    return live[-1].batch.progress if live else Progress()
+
+
+def _restore(stepper: Stepper, checkpoints: Checkpoints, applied: Sequence[Batch]) -> None:
+    """Load the latest checkpoint that holds a step of `applied`; the others are of steps that were given up."""
+    by_step = {batch.step: batch for batch in applied}
+    for manifest in reversed(checkpoints.stable()):
+        batch = by_step.get(manifest.step)
+        path = checkpoints.path(manifest.step)
+        if batch is None or (batch.version, batch.digest) != (manifest.version, manifest.digest):
+            logger.warning("%s holds a step that was given up and is removed", path)
+            checkpoints.remove(manifest.step)
+            continue
+        try:
+            snapshot.restore(stepper.trainer, path, manifest)
+        except RecordCorrupt as error:
+            # An earlier one, or the base model, leads to the same weights: each replayed step is checked.
+            logger.error("%s; it is removed, going back further", error)
+            checkpoints.remove(manifest.step)
+            continue
+        stepper.step, stepper.version = manifest.step, manifest.version
+        logger.info("loaded %s", path)
+        return
+
+
+async def _nothing() -> None:
+    """Beside a step that is made again nothing is played."""

@@ -1,0 +1,76 @@
+"""What training goes on with: weights, optimizer and random state, bit for bit; safetensors only, no pickle.
+
+    save: trainer -> Hugging Face folder + trainer.safetensors
+    restore: folder -> checked against the manifest's digests -> trainer
+
+`trainer.safetensors` holds `optimizer/<parameter>/<state>` and `random/torch`. The rest follows from the number of
+steps (learning rate) and from the records of the batches (data position).
+"""
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from turnmill.errors import InvalidInput, RecordCorrupt
+from turnmill.training.checkpoint import Manifest
+from turnmill.training.policy import Policy, digest_of_tensors
+from turnmill.training.trainer import Trainer, learning_rate
+
+STATE_FILE = "trainer.safetensors"
+_OPTIMIZER, _RANDOM = "optimizer", "random/torch"
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Optimizer and random state by name."""
+    tensors = {_RANDOM: torch.get_rng_state()}
+    for name, parameter in trainer.policy.model.named_parameters():
+        for key, value in trainer.optimizer.state[parameter].items():
+            tensors[f"{_OPTIMIZER}/{name}/{key}"] = value.detach().contiguous()
+    return tensors
+
+
+def state_digest(trainer: Trainer) -> str:
+    """Fingerprint of `state_of`."""
+    return digest_of_tensors(state_of(trainer).items())
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write everything into an existing folder."""
+    trainer.save_pretrained(folder)
+    safetensors.torch.save_file(state_of(trainer), folder / STATE_FILE)
+
+
+def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
+    """Bring the trainer where it was when `folder` was saved.
+
+    Raises `RecordCorrupt`, the trainer unchanged, if the folder can't be read or is not what its manifest says.
+    """
+    try:
+        policy = Policy.load(folder)
+        tensors = safetensors.torch.load_file(folder / STATE_FILE)
+    except (OSError, InvalidInput, SafetensorError) as error:
+        raise RecordCorrupt(f"checkpoint {folder} can't be read: {error}") from error
+    for what, expected, found in (
+        ("weights", manifest.digest, policy.fingerprint()),
+        ("optimizer state", manifest.state_digest, digest_of_tensors(tensors.items())),
+    ):
+        if expected != found:
+            raise RecordCorrupt(f"checkpoint {folder} was altered: its {what} are {found}, recorded was {expected}")
+    saved = dict(policy.model.named_parameters())
+    state = trainer.optimizer.state_dict()
+    state["state"] = {}
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(trainer.policy.model.named_parameters()):
+            parameter.copy_(saved[name])
+            prefix = f"{_OPTIMIZER}/{name}/"
+            values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+            if values:
+                state["state"][index] = {key: value.clone() for key, value in values.items()}
+    for group in state["param_groups"]:
+        group["lr"] = learning_rate(trainer.config, manifest.step)
+    trainer.optimizer.load_state_dict(state)
+    torch.set_rng_state(tensors[_RANDOM])
+    trainer.num_steps = manifest.step
