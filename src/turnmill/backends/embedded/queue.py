@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from turnmill.backends.embedded.sqlite import Database
+from turnmill.backends.embedded.sqlite import BUSY_S, Database
 from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
 
@@ -73,7 +73,7 @@ class SqliteQueue:
         *,
         max_receives: int = 20,
         clock: Callable[[], float] = time.time,
-        busy_s: float = 30.0,
+        busy_s: float = BUSY_S,
     ) -> None:
         self._max_receives = max_receives
         self._clock = clock

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from turnmill.backends.embedded.sqlite import Database
+from turnmill.backends.embedded.sqlite import BUSY_S, Database
 from turnmill.errors import InvalidInput
 from turnmill.ports import Stored, Write
 
@@ -28,7 +28,7 @@ class SqliteRecordStore:
     Each method raises `InvalidInput` for a key that is not `kind/partition/...`.
     """
 
-    def __init__(self, folder: Path, *, busy_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, *, busy_s: float = BUSY_S) -> None:
         self._folder = folder
         self._busy_s = busy_s
         self._databases: dict[str, Database] = {}

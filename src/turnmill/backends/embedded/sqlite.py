@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 # Longest batch: bounds how long other processes wait for the write lock.
 _MAX_BATCH = 512
+# Longest wait for the lock: a process that is paused (Ctrl-Z) in the middle of a commit keeps it until it goes on.
+BUSY_S = 600.0
+# A wait that lasts so long is told.
+_LONG_WAIT_S = 10.0
 # Seconds between two tries to get the lock: jittered, doubling from the first to the second figure.
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.0002, 0.01
 # WAL: readers and the writer do not block each other. NORMAL: a commit survives the death of the process, not of the
@@ -73,7 +77,7 @@ class Database:
     """
 
     def __init__(
-        self, path: Path, schema: str, *, busy_s: float = 30.0, after_commit: Callable[[], None] | None = None
+        self, path: Path, schema: str, *, busy_s: float = BUSY_S, after_commit: Callable[[], None] | None = None
     ) -> None:
         self.path = path
         self._schema = schema
@@ -240,15 +244,18 @@ class Database:
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Try until the lock is free, `busy_s` at most; the only retry of this file's operations."""
-        give_up = time.monotonic() + self._busy_s
-        pause_s = _FIRST_RETRY_S
+        begun = time.monotonic()
+        pause_s, told = _FIRST_RETRY_S, False
         while True:
             try:
                 return action()
             except sqlite3.OperationalError as error:
-                busy = _primary_code(error) == sqlite3.SQLITE_BUSY
-                if not busy or time.monotonic() > give_up:
+                waited_s = time.monotonic() - begun
+                if _primary_code(error) != sqlite3.SQLITE_BUSY or waited_s > self._busy_s:
                     raise
+                if waited_s > _LONG_WAIT_S and not told:
+                    told = True
+                    logger.warning("%s is locked by another process, which may be paused; waiting", self.path)
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
