@@ -229,6 +229,8 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     # How often it is started again after it died; 0 for a role whose death ends the run.
     max_restarts: int = 0
+    # Exit codes with which it ends for good, without a restart: 0 is an end, any other one a failure.
+    final_exit_codes: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,15 @@ from turnmill.errors import BackendUnavailable
 from turnmill.ports import Launcher, RoleSpec, RoleStatus
 
 
-def spec(name: str, behave: str, *, max_restarts: int = 0) -> RoleSpec:
-    return RoleSpec(role="worker", name=name, run_id="run-1", env={"BEHAVE": behave}, max_restarts=max_restarts)
+def spec(name: str, behave: str, *, max_restarts: int = 0, final: tuple[int, ...] = (0,)) -> RoleSpec:
+    return RoleSpec(
+        role="worker",
+        name=name,
+        run_id="run-1",
+        env={"BEHAVE": behave},
+        max_restarts=max_restarts,
+        final_exit_codes=final,
+    )
 
 
 async def status_when(launcher: Launcher, name: str, ready: Callable[[RoleStatus], bool]) -> RoleStatus:
@@ -67,6 +74,19 @@ async def test_a_crashing_role_is_restarted_so_often_and_then_failed(open_launch
     status = await status_when(launcher, "a", lambda status: status.state != "running")
     assert (status.state, status.num_restarts, status.exit_code, status.pid) == ("failed", 2, 3, None)
     assert status.log_tail.count("about to crash") == 3
+    await launcher.close()
+
+
+async def test_a_final_exit_code_is_the_end_without_a_restart(open_launcher: Callable[..., Launcher]) -> None:
+    launcher = open_launcher()
+    await launcher.start(spec("a", "crash", max_restarts=5, final=(0, 1, 3)))
+    status = await status_when(launcher, "a", lambda status: status.state != "running")
+    assert (status.state, status.num_restarts, status.exit_code) == ("failed", 0, 3)
+    await launcher.start(spec("b", "wait", max_restarts=1, final=(0, 1, 3)))
+    first = await status_when(launcher, "b", is_ready)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    await status_when(launcher, "b", lambda status: status.num_restarts == 1 and status.pid is not None)
     await launcher.close()
 
 

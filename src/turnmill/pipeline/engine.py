@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from turnmill.errors import Cancelled, Conflict, NotFound, StageFailed, TurnmillError
 from turnmill.pipeline.stages import Done, Handle, Stage, StageContext
-from turnmill.ports import RecordStore, Write
+from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_key
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,12 @@ class RunRecord:
         await record._write(run)
         return record
 
+    @classmethod
+    async def open(cls, store: RecordStore, run_id: str) -> "RunRecord":
+        """The record of a run whose control process is gone; raises `NotFound`."""
+        stored = await _stored_run(store, run_id)
+        return cls(store, decode(stored.value, Run), stored.version)
+
     async def save(self, run: Run) -> None:
         """Raises `Conflict` if another process wrote the record."""
         await self._write(run)
@@ -50,17 +56,22 @@ class RunRecord:
         self.run = run
 
     async def stage(self, record: StageRecord) -> None:
-        """Put `record` in the history, in place of the earlier entry of its name."""
-        others = tuple(item for item in self.run.stages if item.name != record.name)
+        """Put `record` in the history, in place of the earlier entry of its name and attempt."""
+        same = (record.name, record.attempt)
+        others = tuple(item for item in self.run.stages if (item.name, item.attempt) != same)
         await self.save(replace(self.run, stages=(*others, record)))
 
 
 async def load_run(store: RecordStore, run_id: str) -> Run:
     """Raises `NotFound`."""
+    return decode((await _stored_run(store, run_id)).value, Run)
+
+
+async def _stored_run(store: RecordStore, run_id: str) -> Stored:
     (stored,) = await store.get([run_key(run_id)])
     if stored is None:
         raise NotFound(f"there is no run {run_id!r}")
-    return decode(stored.value, Run)
+    return stored
 
 
 async def walk(
@@ -95,7 +106,7 @@ async def walk(
 
 
 async def _walk_stage(ctx: StageContext, stage: Stage, record: RunRecord, cancel: asyncio.Event) -> None:
-    entry = StageRecord(name=stage.name, state="running", started_at=time.time())
+    entry = StageRecord(name=stage.name, state="running", started_at=time.time(), attempt=record.run.attempt)
     await record.stage(entry)
     logger.info("stage %s starts", stage.name, extra={"at": record.run.run_id})
     try:

@@ -28,8 +28,10 @@ from turnmill.records import (
 
 Handle = dict[str, Any]
 BASE_VERSION = Version(incarnation=0, n=0)
-# A worker or replica that died is started again this often (its work is leased again; nothing is lost).
+# A role that died is started again this often: its work is leased again, a trainer goes on from its records.
 MAX_RESTARTS = 5
+# A trainer that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
+FINAL_EXIT_CODES = (0, 1, 2)
 # The only role that comes to an end by itself.
 TRAINER = "trainer"
 
@@ -178,14 +180,31 @@ async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Do
 
 
 async def start_training(ctx: StageContext) -> Handle:
-    await ctx.launcher.start(RoleSpec(role="trainer", name=TRAINER, run_id=ctx.run.run_id, env=thread_env(ctx.config)))
-    return {"trainer": TRAINER}
+    """What the run's earlier trainers said of themselves does not count."""
+    status = await _training_status(ctx)
+    await ctx.launcher.start(
+        RoleSpec(
+            role="trainer",
+            name=TRAINER,
+            run_id=ctx.run.run_id,
+            env=thread_env(ctx.config),
+            max_restarts=MAX_RESTARTS,
+            final_exit_codes=FINAL_EXIT_CODES,
+        )
+    )
+    return {"trainer": TRAINER, "after_incarnation": status.incarnation if status else 0}
+
+
+async def _training_status(ctx: StageContext) -> TrainingStatus | None:
+    (stored,) = await ctx.ports.records.get([training_key(ctx.run.run_id)])
+    return decode(stored.value, TrainingStatus) if stored else None
 
 
 async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
     """Done when the trainer says so; a trainer that ends without saying so is a failure."""
-    (stored,) = await ctx.ports.records.get([training_key(ctx.run.run_id)])
-    status = decode(stored.value, TrainingStatus) if stored else None
+    status = await _training_status(ctx)
+    if status is not None and status.incarnation <= handle["after_incarnation"]:
+        status = None
     if status is not None and status.state == "succeeded":
         return Done(
             result={"steps": status.step, "checkpoint": status.checkpoint, "version": str(status.version)},
@@ -210,10 +229,10 @@ async def start_evaluate(ctx: StageContext) -> Handle:
         return {"evaluations": {}}
     if ctx.run.kind is RunKind.EVAL:
         return {"evaluations": {"eval": None}}
-    (stored,) = await ctx.ports.records.get([training_key(ctx.run.run_id)])
-    if stored is None:
+    status = await _training_status(ctx)
+    if status is None:
         raise NotFound(f"run {ctx.run.run_id} has no training status: there is nothing to evaluate")
-    trained = decode(stored.value, TrainingStatus).version
+    trained = status.version
     return {"evaluations": {"before": str(BASE_VERSION), "after": str(trained)}}
 
 

@@ -46,6 +46,8 @@ class Run:
     stages: tuple[StageRecord, ...] = ()
     # 1, and one more each time it is resumed.
     attempt: int = 1
+    # When the last attempt began; None for the first one, which began when the run was created.
+    resumed_at: float | None = None
     # SHA-256 hex of the token that this run's workers show.
     worker_token_hash: str | None = None
     # Pid of the control process.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnmill.backends.embedded import ProcessLauncher
+from turnmill.backends.embedded import ProcessLauncher, wait_until_gone
 from turnmill.errors import BackendUnavailable
 from turnmill.ports import RoleSpec
 
@@ -32,3 +32,38 @@ async def test_a_role_that_can_not_be_started_again_is_failed(tmp_path: Path) ->
     with pytest.raises(BackendUnavailable, match="the process b can't be made"):
         await launcher.start(RoleSpec(role="worker", name="b", run_id="run-1"))
     await launcher.close()
+
+
+@pytest.mark.parametrize("way", ["ends", "stays"])
+async def test_no_second_process_of_a_name_is_started_beside_the_one_of_a_dead_launcher(
+    tmp_path: Path, way: str
+) -> None:
+    """The first launcher is left alone, as if its process had died: what it started still runs."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    first, second = (ProcessLauncher(tmp_path, command=[str(program)], patience_s=patience) for patience in (1.0, 0.2))
+    spec = RoleSpec(role="worker", name="a", run_id="run-1")
+    await first.start(spec)
+    [orphan] = await first.statuses()
+    with pytest.raises(BackendUnavailable, match="process a that an earlier control process started"):
+        await second.start(spec)
+    with pytest.raises(BackendUnavailable, match="process a that an earlier"):
+        await wait_until_gone(tmp_path, "run-1", 0.1)
+    # Another name, another run: nothing to do with it.
+    await second.start(RoleSpec(role="worker", name="b", run_id="run-1"))
+    await second.start(RoleSpec(role="worker", name="a", run_id="run-2"))
+    assert orphan.pid is not None
+    if way == "ends":
+        third = ProcessLauncher(tmp_path, command=[str(program)])
+        starting = asyncio.create_task(third.start(spec))
+        await asyncio.sleep(0)
+        os.kill(orphan.pid, signal.SIGKILL)
+        await starting
+        [status] = await third.statuses()
+        assert status.state == "running" and status.pid not in (None, orphan.pid)
+        await third.close()
+    await second.close()
+    await first.close()
+    await wait_until_gone(tmp_path, "run-1", 10.0)
+    await wait_until_gone(tmp_path, "run-of-nobody", 0.0)

@@ -4,6 +4,7 @@
     ROOT/runs/<run>/records/<kind>.db    the run's records
                     queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it
                     blobs/  weights/  logs/  checkpoints/  metrics.jsonl
+                    locks/<name>.lock    held by the role process of that name as long as it lives
 
 Survives SIGKILL of any process. Opening creates nothing: files come with the first write.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
+from turnmill.backends.embedded.locks import wait_until_gone
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
@@ -22,7 +24,7 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
 from turnmill.ports import RunPorts
 
-__all__ = ["ProcessLauncher", "open_root_records", "open_run"]
+__all__ = ["ProcessLauncher", "open_root_records", "open_run", "wait_until_gone"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 

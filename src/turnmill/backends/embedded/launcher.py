@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnmill.backends.embedded.files import disk
+from turnmill.backends.embedded.locks import lock_path, take_lock
 from turnmill.errors import BackendUnavailable, TurnmillError
 from turnmill.ports import RoleSpec, RoleStatus
 from turnmill.telemetry import redact
@@ -53,7 +54,8 @@ class ProcessLauncher:
     """Implements `ports.Launcher`. Use it on one event loop.
 
     A role whose process ends with 0 is `exited`; one that dies otherwise is started again up to `spec.max_restarts`
-    times and then `failed`. A stopped one is `exited`.
+    times and then `failed`, or at once for an exit code in `spec.final_exit_codes`. A stopped one is `exited`. No two
+    processes of one name live in a run at once, whichever launcher started them.
     """
 
     def __init__(
@@ -63,12 +65,17 @@ class ProcessLauncher:
         command: Sequence[str] = (sys.executable, "-m", "turnmill"),
         stop_s: float = 10.0,
         restart_pause_s: float = 0.2,
+        patience_s: float = 30.0,
     ) -> None:
-        """`stop_s`: between SIGTERM and SIGKILL. `restart_pause_s`: before the first restart, doubling, jittered."""
+        """`stop_s`: between SIGTERM and SIGKILL. `restart_pause_s`: before the first restart, doubling, jittered.
+
+        `patience_s`: for the end of a process of the same name that a launcher left that has died.
+        """
         self._root = root.absolute()
         self._command = tuple(command)
         self._stop_s = stop_s
         self._restart_pause_s = restart_pause_s
+        self._patience_s = patience_s
         # In order of start.
         self._roles: dict[str, _Role] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -83,7 +90,7 @@ class ProcessLauncher:
         if known is not None and known.watcher is not None:
             await known.watcher
         log = self._root / "runs" / spec.run_id / "logs" / f"{spec.name}.log"
-        process, ended = self._spawn(spec, log)
+        process, ended = await self._spawn(spec, log)
         role = _Role(spec=spec, log=log, process=process, ended=ended)
         self._roles[spec.name] = role
         role.watcher = asyncio.create_task(self._watch(role), name=f"watch {spec.name}")
@@ -139,7 +146,8 @@ class ProcessLauncher:
             if role.exit_code == 0 or role.stopping.is_set() or self._closing is not None:
                 role.state = "exited"
                 return
-            if role.num_restarts >= role.spec.max_restarts:
+            is_final = role.exit_code in role.spec.final_exit_codes
+            if is_final or role.num_restarts >= role.spec.max_restarts:
                 logger.error("%s died with exit code %d and is not started again", role.spec.name, role.exit_code)
                 role.state = "failed"
                 return
@@ -151,16 +159,30 @@ class ProcessLauncher:
                 role.state = "exited"
                 return
             try:
-                process, ended = self._spawn(role.spec, role.log)
+                process, ended = await self._spawn(role.spec, role.log)
             except TurnmillError as error:
                 # Nobody awaits this task: a role that can't be made again must not look as if it ran.
                 logger.error("%s can't be started again: %s", role.spec.name, error)
-                role.state = "failed"
+                role.state = "exited" if role.stopping.is_set() else "failed"
                 return
             role.num_restarts += 1
             role.process, role.ended = process, ended
 
-    def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
+    async def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
+        lock = await take_lock(lock_path(self._root, spec.run_id, spec.name), self._patience_s)
+        try:
+            known = self._roles.get(spec.name)
+            if self._closing is not None or (
+                known is not None and known.state == "running" and known.stopping.is_set()
+            ):
+                raise BackendUnavailable(f"{spec.name} is not started any more: the launcher was told to stop it")
+            return self._spawn_locked(spec, log, lock)
+        finally:
+            os.close(lock)
+
+    def _spawn_locked(
+        self, spec: RoleSpec, log: Path, lock: int
+    ) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
         arguments = ["role", spec.role, "--root", str(self._root), "--run", spec.run_id, "--name", spec.name]
         with disk(log):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +195,7 @@ class ProcessLauncher:
                 stderr=file,
                 env={**_DEFAULT_ENV, **os.environ, **spec.env},
                 start_new_session=True,
+                pass_fds=(lock,),
             )
         except OSError as error:
             raise BackendUnavailable(f"the process {spec.name} can't be made: {error}") from error

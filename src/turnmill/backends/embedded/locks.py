@@ -1,0 +1,57 @@
+"""One process a name: a role process holds a lock from its first instruction to its end, however it ends.
+
+A launcher that dies leaves its children to end by themselves, which takes as long as what they are doing. The next
+launcher of the run must not start a second one beside them. The lock belongs to the file description that the child
+inherits (flock(2)), so the kernel gives it up when the last process that holds it is gone.
+"""
+
+import asyncio
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from turnmill.backends.embedded.files import disk
+from turnmill.errors import BackendUnavailable
+
+_SUFFIX = ".lock"
+_INTERVAL_S = 0.05
+
+
+def lock_path(root: Path, run_id: str, name: str) -> Path:
+    """The lock of a role process."""
+    return root.absolute() / "runs" / run_id / "locks" / f"{name}{_SUFFIX}"
+
+
+async def take_lock(path: Path, patience_s: float) -> int:
+    """An open descriptor that holds the lock, to be inherited and closed; raises `BackendUnavailable` after a while."""
+    with disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        await _wait(fd, path.name.removesuffix(_SUFFIX), patience_s)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+async def wait_until_gone(root: Path, run_id: str, patience_s: float) -> None:
+    """Return when no role process of the run is left; raises `BackendUnavailable` naming the one that stays."""
+    end = time.monotonic() + patience_s
+    for path in sorted(lock_path(root, run_id, "").parent.glob(f"*{_SUFFIX}")):
+        os.close(await take_lock(path, end - time.monotonic()))
+
+
+async def _wait(fd: int, name: str, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise BackendUnavailable(
+                    f"the process {name} that an earlier control process started has not ended yet; try again later"
+                ) from None
+        await asyncio.sleep(_INTERVAL_S)
