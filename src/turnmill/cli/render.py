@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from turnmill.cli.options import TRAINING
 from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -134,14 +135,15 @@ def curve(metrics: Sequence[Metric]) -> Text:
 
 
 def origin(run: Run, folder: Path) -> Text:
-    """Which run this is, where it is kept, and each parameter that is no default, by the source that set it."""
+    """Which run this is, where it is kept, and each parameter that counts and is no default, by what set it."""
+    unused = TRAINING if run.kind is RunKind.EVAL else frozenset()
     text = Text.assemble(("run ", "dim"), (run.run_id, "bold"), (" in ", "dim"), f"{folder}\n")
     text.append("model ", style="dim").append(str(run.config["base_model"]))
     by_source: dict[str, list[str]] = {}
     for name, source in run.sources.items():
-        if source == "recipe.toml":
+        if source == "recipe.toml" and name not in unused:
             by_source.setdefault("its recipe.toml", []).append(f"{name}={_plain(run.config[name])}")
-        elif source != "default" and name != "base_model":
+        elif source not in ("default", "recipe.toml") and name != "base_model":
             by_source.setdefault("set for this run", []).append(f"{name}={_plain(run.config[name])} ({source})")
     for source in sorted(by_source):
         text.append(f"\n{source}: ", style="dim").append(", ".join(by_source[source]), style="dim")

@@ -18,7 +18,7 @@ from turnmill.cli import render
 from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say, show
-from turnmill.config import Resolved, base_model_of, load_config
+from turnmill.config import Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.errors import InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
@@ -26,6 +26,8 @@ from turnmill.wiring.control import Order, check_order, execute
 from turnmill.wiring.event_loop import run_loop
 
 data_file = click.Path(path_type=Path)
+# How conversations go, for a model that was trained so. The token budget bounds their length.
+PLAYED = ("env", "env_args", "max_length", "max_new_tokens", "micro_batch_tokens", "temperature", "success_threshold")
 figures_option = json_option("Print the figures of the run as one object; all else goes to standard error.")
 
 
@@ -75,16 +77,35 @@ def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -
 def evaluate(
     target: str, data_path: Path, config_file: Path | None, root: Path, as_json: bool, **flags: object
 ) -> None:
-    """Evaluate a run's final checkpoint, a shipped model, or a folder with a Hugging Face model."""
-    resolved = resolve(config_file, {**collect_flags(flags), "base_model": _model_of(root, target)})
+    """Evaluate a run's final checkpoint, a shipped model, or a folder with a Hugging Face model.
+
+    What was set for the run about its environment and the length of its conversations holds here too, unless set anew.
+    """
+    model, trained_by = _model_of(root, target)
+    resolved = resolve(config_file, {**collect_flags(flags), "base_model": model})
+    if trained_by is not None:
+        resolved = as_played(resolved, trained_by)
     _start(root, Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path), as_json)
 
 
-def _model_of(root: Path, target: str) -> str:
+def as_played(resolved: Resolved, run: Run) -> Resolved:
+    """`resolved` with what was set for `run` about playing, where nothing else sets it; raises `ConfigError`."""
+    unset = ("default", "recipe.toml")
+    taken = {
+        name: run.config[name]
+        for name in PLAYED
+        if resolved.sources[name] in unset and run.sources.get(name, "default") not in unset
+    }
+    sources = {**resolved.sources, **dict.fromkeys(taken, f"run {run.run_id}")}
+    return Resolved(config=from_dict({**to_dict(resolved.config), **taken}), sources=sources)
+
+
+def _model_of(root: Path, target: str) -> tuple[str, Run | None]:
+    """The model that `target` names, and the run if it names one."""
     if target in assets.shipped_models():
-        return target
+        return target, None
     if (folder := Path(target).expanduser()).is_dir():
-        return str(folder.absolute())
+        return str(folder.absolute()), None
     if "/" in target:
         raise NotFound(f"{target} is not a folder")
     try:
@@ -95,7 +116,7 @@ def _model_of(root: Path, target: str) -> str:
     checkpoint = render.summary(found, [])["checkpoint"]
     if checkpoint is None:
         raise InvalidInput(f"run {target} ({found.status}) has no final checkpoint to evaluate")
-    return str(checkpoint)
+    return str(checkpoint), found
 
 
 # ---------------------------------------------------------------- in the foreground

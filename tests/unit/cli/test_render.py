@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from turnmill.cli import render
-from turnmill.records import Metric, Run, RunStatus, StageRecord
+from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
 
 
 def metric(step: int, reward: float, time: float) -> Metric:
@@ -106,6 +106,15 @@ def test_the_start_names_the_recipe_and_what_was_set_with_its_source() -> None:
         "its recipe.toml: lr=0.001",
         "set for this run: max_steps=5 (--max-steps), shuffle=true (run.toml)",
     ]
+
+
+def test_the_start_of_an_evaluation_leaves_out_what_the_recipe_says_about_training() -> None:
+    order = run(
+        kind=RunKind.EVAL,
+        config={"base_model": "/m", "lr": 0.001, "max_length": 160},
+        sources={"base_model": "--base-model", "lr": "recipe.toml", "max_length": "recipe.toml"},
+    )
+    assert render.origin(order, Path("r1")).plain.splitlines()[1:] == ["model /m", "its recipe.toml: max_length=160"]
 
 
 def test_the_result_counts_the_steps_that_its_mean_is_over() -> None:

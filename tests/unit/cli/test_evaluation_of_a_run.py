@@ -1,0 +1,33 @@
+"""An evaluation of a run's model is played as the run was."""
+
+from turnmill.cli.run import as_played
+from turnmill.config import Resolved, load_config, to_dict
+from turnmill.records import Run, RunKind, RunStatus
+
+
+def trained(resolved: Resolved) -> Run:
+    return Run(
+        run_id="r1",
+        cause="test",
+        kind=RunKind.TRAIN,
+        status=RunStatus.SUCCEEDED,
+        created_at=0.0,
+        config=to_dict(resolved.config),
+        sources=resolved.sources,
+        data_path="tasks.jsonl",
+    )
+
+
+def test_what_was_set_about_playing_is_taken_with_its_source() -> None:
+    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "temperature": 0.5, "lr": 0.1, "seed": 7}))
+    played = as_played(load_config(), run)
+    assert played.config.env_args == {"max_turns": 3} and played.config.temperature == 0.5
+    assert played.sources["env_args"] == "run r1" and played.sources["max_length"] == "default"
+    assert (played.config.lr, played.config.seed) == (load_config().config.lr, 0)
+
+
+def test_what_is_set_anew_wins() -> None:
+    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "temperature": 0.5}))
+    played = as_played(load_config(environ={"TURNMILL_TEMPERATURE": "0.7"}, flags={"env_args": {}}), run)
+    assert played.config.env_args == {} and played.sources["env_args"] == "--env-args"
+    assert played.config.temperature == 0.7
