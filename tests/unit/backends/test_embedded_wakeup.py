@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,25 @@ def test_a_queue_waits_on_uvloop_and_on_one_loop_after_another(tmp_path: Path) -
     queue.close()
     queue.close()
     assert pipes(tmp_path / "q.wake") == []
+
+
+async def test_no_bell_removes_the_pipe_of_a_consumer_that_just_begins_to_wait(folder: Path) -> None:
+    """Many tries, because the instant between making and opening a pipe is short."""
+    is_over = threading.Event()
+
+    def ring() -> None:
+        while not is_over.is_set():
+            Bell(folder).ring()
+
+    ringers = [threading.Thread(target=ring) for _ in range(2)]
+    for ringer in ringers:
+        ringer.start()
+    try:
+        for _ in range(2000):
+            waiter = Waiter(folder)
+            assert len(os.listdir(folder)) == 1
+            waiter.close()
+    finally:
+        is_over.set()
+        for ringer in ringers:
+            ringer.join()

@@ -25,6 +25,8 @@ class Bell:
         except FileNotFoundError:
             return
         for name in names:
+            if name.startswith("."):
+                continue
             path = self._folder / name
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -49,10 +51,13 @@ class Waiter:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / uuid.uuid4().hex
-        os.mkfifo(self._path, 0o600)
+        name = uuid.uuid4().hex
+        # Bells see it once it is open: before, it looks like one that a dead process left behind.
+        hidden = folder / f".{name}"
+        os.mkfifo(hidden, 0o600)
         # Read and write: so the pipe never reports an end of file when a sender closes it.
-        self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
+        self._fd = os.open(hidden, os.O_RDWR | os.O_NONBLOCK)
+        self._path = hidden.rename(folder / name)
         self._waiting: set[asyncio.Future[None]] = set()
         # Counts the rings taken from the pipe.
         self.num_rings = 0
