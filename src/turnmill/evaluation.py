@@ -31,8 +31,9 @@ class Evaluation:
     num_invalid: int
     # Share of rollouts with reward >= success_threshold.
     solved: float
-    # Half width of the 95 % interval of `solved` (normal approximation).
-    solved_margin: float
+    # 95 % interval of `solved`.
+    solved_low: float
+    solved_high: float
     reward_mean: float
     metrics: dict[str, float]
 
@@ -72,16 +73,26 @@ def summarise(valid: Sequence[SampleRecord], *, num_tasks: int, num_invalid: int
     """Means over `valid`, at least one."""
     rewards = [sample.reward for sample in valid if sample.reward is not None]
     solved = sum(reward >= threshold for reward in rewards) / len(rewards)
+    low, high = wilson(solved, len(rewards))
     names = sorted({name for sample in valid for name in sample.metrics})
     return Evaluation(
         num_tasks=num_tasks,
         num_valid=len(rewards),
         num_invalid=num_invalid,
         solved=solved,
-        solved_margin=1.96 * math.sqrt(solved * (1 - solved) / len(rewards)),
+        solved_low=low,
+        solved_high=high,
         reward_mean=sum(rewards) / len(rewards),
         metrics={name: sum(s.metrics.get(name, 0.0) for s in valid) / len(valid) for name in names},
     )
+
+
+def wilson(share: float, num: int, *, z: float = 1.96) -> tuple[float, float]:
+    """The score interval of a share of `num` trials (Wilson, 1927): honest for few trials and shares near 0 or 1."""
+    centre = share + z**2 / (2 * num)
+    spread = z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    scale = 1 + z**2 / num
+    return (centre - spread) / scale, (centre + spread) / scale
 
 
 class BackgroundEvaluations:

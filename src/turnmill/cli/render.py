@@ -89,7 +89,7 @@ def _detail(metric: Metric) -> str:
 def stages_text(run: Run) -> Text:
     """The stages of a run with how long each took."""
     text = Text()
-    for stage in run.stages:
+    for stage in run.current_stages:
         if text:
             text.append(" → ")
         text.append(stage.name, style=STYLES.get(stage.state, ""))
@@ -215,11 +215,17 @@ def parameters_table(run: Run) -> Table:
 
 def evaluation_lines(run: Run) -> list[str]:
     """The share of held-out rollouts that were solved, with the half width of its 95 % interval."""
-    found = {name: result for stage in run.stages if stage.name == "Evaluate" for name, result in stage.result.items()}
+    found = {
+        name: result
+        for stage in run.current_stages
+        if stage.name == "Evaluate"
+        for name, result in stage.result.items()
+    }
     titles = {"before": "held-out before training", "after": "held-out after training", "eval": "held-out"}
     return [
-        f"{titles[name]}: {result['solved']:.3f} ± {result['solved_margin']:.3f} solved "
-        f"({result['num_valid']} rollouts, {result['num_tasks']} tasks, {result['num_invalid']} invalid)"
+        f"{titles[name]}: {result['solved']:.3f} solved "
+        f"(95 % interval {result['solved_low']:.3f} to {result['solved_high']:.3f}; "
+        f"{result['num_valid']} rollouts, {result['num_tasks']} tasks, {result['num_invalid']} invalid)"
         for name, result in found.items()
     ]
 
@@ -243,7 +249,7 @@ def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
 def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     """The figures of a training run that one quotes; None where the run did not get there."""
     values = rewards(metrics)
-    stages = {stage.name: stage for stage in run.stages}
+    stages = {stage.name: stage for stage in run.current_stages}
     training = stages.get("SubmitTraining")
     train_s = _stage_s(run, training) if training else None
     evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}

@@ -57,8 +57,15 @@ async def make_run(root: Path) -> None:
 
 
 def evaluations() -> dict[str, object]:
-    result = {"solved": 0.25, "solved_margin": 0.1, "num_valid": 50, "num_tasks": 10, "num_invalid": 0}
-    return {"before": result, "after": {**result, "solved": 0.75}}
+    result = {
+        "solved": 0.25,
+        "solved_low": 0.15,
+        "solved_high": 0.38,
+        "num_valid": 50,
+        "num_tasks": 10,
+        "num_invalid": 0,
+    }
+    return {"before": result, "after": {**result, "solved": 0.75, "solved_low": 0.6, "solved_high": 0.85}}
 
 
 def test_without_a_terminal_stages_and_some_steps_get_a_line_in_order(root: Path) -> None:
@@ -110,7 +117,8 @@ def test_runs_and_status_print_json_and_nothing_else(root: Path, capsys: pytest.
 
 def test_status_shows_what_the_evaluations_gave(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(turnmill, ["status", "r1", "--root", str(root)]) == 0
-    assert "held-out after training: 0.750 ± 0.100 solved (50 rollouts, 10 tasks, 0 invalid)" in capsys.readouterr().out
+    line = "held-out after training: 0.750 solved (95 % interval 0.600 to 0.850; 50 rollouts, 10 tasks, 0 invalid)"
+    assert line in capsys.readouterr().out
 
 
 def test_warnings_of_the_pipeline_are_shown_and_errors_are_left_to_the_end() -> None:
