@@ -32,6 +32,7 @@ from turnmill.records import (
     SampleRecord,
     Task,
     TrainingStatus,
+    batch_prefix,
     decode,
     sample_prefix,
     training_key,
@@ -143,7 +144,7 @@ class House:
         return found
 
     async def batches(self) -> list[Batch]:
-        page = await self.ports.records.scan(f"batches/{self.run.run_id}/")
+        page = await self.ports.records.scan(batch_prefix(self.run.run_id))
         return [decode(item.value, Batch) for item in page]
 
     async def status(self) -> TrainingStatus:

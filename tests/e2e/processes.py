@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill import assets
+from turnmill import assets, failpoints
 from turnmill.backends.embedded import open_run
-from turnmill.records import Batch, Purpose, SampleRecord, decode, sample_prefix
+from turnmill.records import Batch, BatchState, Purpose, SampleRecord, batch_prefix, decode, sample_prefix
 from turnmill.wiring.event_loop import run_loop
 
 # Small, and quick to notice a dead worker.
@@ -97,12 +97,32 @@ class Running:
 def start_run(root: Path, *, data: Path | None = None, evaluate: bool = False, **changes: str) -> Iterator[Running]:
     """`turnmill run --json` with `PARAMETERS` and `changes`; ended by its pid if the test leaves it running."""
     parameters = {**PARAMETERS, **{name.replace("_", "-"): value for name, value in changes.items()}}
-    command = [sys.executable, "-m", "turnmill", "run", "--json", "--root", str(root)]
+    command = ["run", "--json", "--root", str(root)]
     command += ["--data", str(data or assets.wordle_data("train"))]
     if evaluate:
         command += ["--eval-data", str(assets.wordle_data("eval"))]
     command += [part for name, value in parameters.items() for part in (f"--{name}", value)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with start_turnmill(root, command) as running:
+        yield running
+
+
+@contextmanager
+def start_resume(root: Path, run_id: str, *options: str) -> Iterator[Running]:
+    """`turnmill resume --json`; ended by its pid if the test leaves it running."""
+    with start_turnmill(root, ["resume", run_id, "--json", "--root", str(root), *options]) as running:
+        yield running
+
+
+@contextmanager
+def start_turnmill(root: Path, command: list[str]) -> Iterator[Running]:
+    """`turnmill COMMAND`; its failpoints are the files in `root`/failpoints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnmill", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, failpoints.VARIABLE: str(root / "failpoints")},
+    )
     running = Running(root=root, process=process)
     try:
         yield running
@@ -113,7 +133,7 @@ def start_run(root: Path, *, data: Path | None = None, evaluate: bool = False, *
 
 
 def read_records(root: Path, run_id: str) -> tuple[list[SampleRecord], list[Batch]]:
-    """All training samples and batches of a run that has ended."""
+    """All training samples of a run that has ended, and the batches that count."""
 
     async def read() -> tuple[list[SampleRecord], list[Batch]]:
         ports = open_run(root, run_id, num_replicas=1)
@@ -124,8 +144,8 @@ def read_records(root: Path, run_id: str) -> tuple[list[SampleRecord], list[Batc
             while page:
                 samples += [decode(item.value, SampleRecord) for item in page]
                 page = await ports.records.scan(prefix, after=page[-1].key)
-            batches = [decode(item.value, Batch) for item in await ports.records.scan(f"batches/{run_id}/")]
-            return samples, batches
+            batches = [decode(item.value, Batch) for item in await ports.records.scan(batch_prefix(run_id))]
+            return samples, [batch for batch in batches if batch.state is not BatchState.SUPERSEDED]
         finally:
             ports.close()
 

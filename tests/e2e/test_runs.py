@@ -5,26 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.house import accounted
+from tests.e2e.accounts import check_accounting
 from tests.e2e.processes import Running, is_alive, read_records, start_run, wait_for
-from turnmill.records import BatchState, SampleState
-
-
-def check_accounting(root: Path, figures: dict[str, Any]) -> None:
-    """Every requested sample ended in exactly one way; each step trained its batch once."""
-    samples, batches = read_records(root, figures["run_id"])
-    counts = accounted(samples)
-    assert [batch.state for batch in batches] == [BatchState.APPLIED] * figures["steps"]
-    trained = [sample_id for batch in batches for sample_id in batch.sample_ids]
-    assert len(trained) == len(set(trained)) == counts["trained"]
-    assert {sample.sample_id for sample in samples if sample.state is SampleState.TRAINED} == set(trained)
-    assert sum(counts.values()) == len(samples)
-    unfinished = (SampleState.REQUESTED, SampleState.LEASED, SampleState.REPORTED, SampleState.BATCHED)
-    assert not [sample.key for sample in samples if sample.state in unfinished]
+from turnmill.records import SampleState
 
 
 def test_a_run_trains_evaluates_and_leaves_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
@@ -80,7 +66,7 @@ def test_ctrl_c_stops_everything_and_says_what_was_kept(tmp_path: Path) -> None:
     assert running.process.returncode == 130
     figures = json.loads(out.splitlines()[-1])
     assert figures["status"] == "cancelled" and figures["steps"] >= 1
-    assert "kept:" in err and "start again" in err and "Traceback" not in err
+    assert "kept:" in err and f"turnmill resume {figures['run_id']} --root {tmp_path}" in err and "Traceback" not in err
     assert len(pids) == 3 and not any(is_alive(pid) for pid in pids)
     check_no_pipes(running)
 

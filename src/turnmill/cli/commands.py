@@ -6,7 +6,7 @@ from turnmill import __version__
 from turnmill.cli.data import data
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.role import role
-from turnmill.cli.run import demo, evaluate, run
+from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.show import runs, status, watch
 
 
@@ -16,5 +16,5 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, run, evaluate, runs, status, watch, data, role):
+for command in (demo, run, resume, evaluate, runs, status, watch, data, role):
     turnmill.add_command(command)

@@ -1,4 +1,4 @@
-"""`turnmill run`, `demo`, `eval`: start a run in the foreground, show it, and say what came of it."""
+"""`turnmill run`, `demo`, `eval`, `resume`: a run in the foreground, shown, and what came of it."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.resume import resume as resume_run
 
 data_file = click.Path(path_type=Path)
 # How conversations go, for a model that was trained so. The token budget bounds their length.
@@ -119,14 +120,46 @@ def _model_of(root: Path, target: str) -> tuple[str, Run | None]:
     return str(checkpoint), found
 
 
+@click.command(short_help="Go on with a run that failed or was stopped.")
+@click.argument("run_id", metavar="RUN")
+@click.option(
+    "--from",
+    "from_step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Go on after this step and give up the later ones (0: from the base model).",
+)
+@root_option
+@figures_option
+def resume(run_id: str, from_step: int | None, root: Path, as_json: bool) -> None:
+    """Go on with a run that failed, was stopped or lost its process, with its parameters and its data.
+
+    It goes on after its last recorded step, with the weights of that step bit for bit.
+    """
+    find_run(root, run_id)
+    _in_foreground(
+        root,
+        lambda cancel, created: resume_run(root, run_id, from_step=from_step, cancel=cancel, created=created),
+        as_json,
+    )
+
+
 # ---------------------------------------------------------------- in the foreground
+
+
+# Walks a run to its end: told by what event it is cancelled, and whom to tell the run as soon as its record is written.
+Walk = Callable[[asyncio.Event, Callable[[Run], None]], Awaitable[tuple[Run, TurnmillError | None]]]
 
 
 def _start(root: Path, order: Order, as_json: bool) -> None:
     check_order(order)
     _check_root(root)
+    _in_foreground(root, lambda cancel, created: execute(root, order, cancel=cancel, created=created), as_json)
+
+
+def _in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
     console = PlainConsole(stderr=as_json)
-    final, error = run_loop(_run_and_show(root, order, console))
+    final, error = run_loop(_walk_and_show(root, walk, console))
     _conclude(root, final, error, console, as_json)
     if error is not None:
         raise error
@@ -142,7 +175,7 @@ def _check_root(root: Path) -> None:
         raise InvalidInput(f"--root {root}: can't write there: {(error.strerror or str(error)).lower()}") from error
 
 
-async def _run_and_show(root: Path, order: Order, console: Console) -> tuple[Run, TurnmillError | None]:
+async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run, TurnmillError | None]:
     """Walk the pipeline beside a view of it; the first Ctrl-C, or the loss of the output, cancels the run in order."""
     cancel, ended = asyncio.Event(), asyncio.Event()
     views: list[asyncio.Task[None]] = []
@@ -165,7 +198,7 @@ async def _run_and_show(root: Path, order: Order, console: Console) -> tuple[Run
             views.append(asyncio.create_task(view(run), name="view"))
 
         try:
-            outcome = await execute(root, order, cancel=cancel, created=created)
+            outcome = await walk(cancel, created)
         finally:
             ended.set()
             await asyncio.gather(*views, return_exceptions=True)
@@ -227,7 +260,7 @@ def _conclude(root: Path, run: Run, error: TurnmillError | None, console: Consol
         lines += [
             f"{run.status.value}; every process that was started has ended",
             f"kept: {root / 'runs' / run.run_id} (records, conversations, metrics, logs/)",
-            "start again with the same command: it is a new run from step 1",
+            f"go on with it: turnmill resume {run.run_id}{at_root}",
         ]
     for line in [*lines, f"more: turnmill status {run.run_id}{at_root}"]:
         say(console, line)

@@ -63,11 +63,11 @@ async def show(root: Path, run_id: str, console: Console, *, ended: asyncio.Even
         return
     num_stages, num_steps = 0, 0
     async for run, metrics in follow(root, run_id, ended=ended):
-        lines = [(stage.started_at, f"stage {stage.name}") for stage in run.stages[num_stages:]]
+        lines = [(stage.started_at, f"stage {stage.name}") for stage in run.current_stages[num_stages:]]
         lines += [(metric.time, line) for metric in metrics[num_steps:] if (line := _line(run, metric))]
         for _, line in sorted(lines):
             say(console, line)
-        num_stages, num_steps = len(run.stages), len(metrics)
+        num_stages, num_steps = len(run.current_stages), len(metrics)
 
 
 def _line(run: Run, metric: Metric) -> str | None:

@@ -61,7 +61,7 @@ async def train(
         progress = await training.resume(stop)
         if progress is None:
             # On the way to the last recorded step the weights are those of an earlier one: nothing to export.
-            await status.write("cancelled", training.step)
+            await status.write("cancelled", status.step)
             return
         builder = BatchBuilder(config, tasks, prefix=f"{status.incarnation}.", progress=progress)
         collector = Collector(ports.records, rollouts, builder, config, stop)
@@ -76,7 +76,7 @@ async def train(
             if collector is not None:
                 await collector.cancel()
         finally:
-            await status.write("failed", training.step, error=f"{type(error).__name__}: {error}")
+            await status.write("failed", max(training.step, status.step), error=f"{type(error).__name__}: {error}")
         raise
 
 
@@ -115,7 +115,15 @@ class _Training:
         """Go to the last recorded step; where in the data to go on, None when asked to stop before."""
         metrics = await self._ports.metrics.read(self._run_id)
         self._told = {(metric.step, metric.incarnation) for metric in metrics}
-        return await resume(self._ports.records, self._run_id, self._stepper, self._checkpoints, self._finish, stop)
+        return await resume(
+            self._ports.records,
+            self._run_id,
+            status=self._status,
+            stepper=self._stepper,
+            checkpoints=self._checkpoints,
+            finish=self._finish,
+            stop=stop,
+        )
 
     async def steps(self, collector: Collector, stop: asyncio.Event) -> str:
         """Make the run's optimizer steps; the final state."""
@@ -170,7 +178,8 @@ class _Training:
             await self._write_metric(batch, result)
         if batch.step % self._config.save_steps == 0:
             await self._save(batch)
-        await self._status.write("running", batch.step, version=self.version)
+        # While recorded steps are made again, the run is where its last one is.
+        await self._status.write("running", max(batch.step, self._status.step), version=self.version)
         failpoints.hit("status-written")
 
     async def _write_metric(self, batch: Batch, result: StepResult) -> None:

@@ -17,6 +17,7 @@ from turnmill.records import Batch, BatchState, Progress, Purpose
 from turnmill.training import snapshot
 from turnmill.training.checkpoint import Checkpoints
 from turnmill.training.history import live_batches, settle, supersede_strays
+from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper
 from turnmill.training.tally import Seconds
 from turnmill.training.trainer import StepResult
@@ -29,6 +30,8 @@ Finish = Callable[[Batch, StepResult], Awaitable[None]]
 async def resume(
     records: RecordStore,
     run_id: str,
+    *,
+    status: Status,
     stepper: Stepper,
     checkpoints: Checkpoints,
     finish: Finish,
@@ -44,6 +47,7 @@ async def resume(
     await supersede_strays(records, run_id, live)
     changed = await settle(records, run_id, Purpose.TRAIN, [item.batch for item in live])
     applied = [item.batch for item in live if item.batch.state is BatchState.APPLIED]
+    await status.write("running", len(applied))
     if live:
         logger.info(
             "going on from step %d of %d recorded; samples settled: %s",

@@ -19,6 +19,8 @@ class Status:
         self.incarnation = incarnation
         # Version of the record.
         self._stored = stored
+        # As written last.
+        self.step = 0
 
     @classmethod
     async def open(cls, records: RecordStore, run_id: str, max_steps: int) -> "Status":
@@ -55,6 +57,7 @@ class Status:
             self._records, [Write(key=training_key(self._run_id), value=encode(record), expected=self._stored)]
         )
         self._stored += 1
+        self.step = step
 
     async def check(self) -> None:
         """Raise `Conflict` if the run has another trainer by now."""

@@ -87,7 +87,7 @@ async def execute(
 
     Returns the final run record and what went wrong. `created` is told the run as soon as it exists.
     """
-    token = secrets.token_urlsafe(32)
+    token = new_token()
     run = Run(
         run_id=new_run_id(),
         cause=f"cli/{secrets.token_hex(8)}",
@@ -98,21 +98,32 @@ async def execute(
         sources=order.resolved.sources,
         data_path=str(order.data.resolve()) if order.data else None,
         eval_path=str(order.eval_data.resolve()) if order.eval_data else None,
-        worker_token_hash=hashlib.sha256(token.encode()).hexdigest(),
+        worker_token_hash=hash_of(token),
         pid=os.getpid(),
     )
     runs = open_root_records(root)
     try:
         record = await RunRecord.create(runs, run)
         created(run)
-        async with _control(root, run, order.resolved.config, token) as ctx:
+        async with open_control(root, run, order.resolved.config, token) as ctx:
             return await walk(ctx, stages_of(run.kind), record, cancel)
     finally:
         runs.close()
 
 
+def new_token() -> str:
+    """The secret that a run's workers show."""
+    return secrets.token_urlsafe(32)
+
+
+def hash_of(token: str) -> str:
+    """What the run's record keeps of it."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 @asynccontextmanager
-async def _control(root: Path, run: Run, config: Config, token: str) -> AsyncIterator[StageContext]:
+async def open_control(root: Path, run: Run, config: Config, token: str) -> AsyncIterator[StageContext]:
+    """The parts of a control process, for the stages of its run; all are closed in reverse."""
     ports = open_run(root, run.run_id, num_replicas=config.generation_replicas)
     launcher = ProcessLauncher(root)
     evaluations = BackgroundEvaluations(_player(ports, run, config))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.pipeline.engine import load_run
-from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, decode
+from turnmill.ports import RunPorts
+from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus, decode, training_key
 
 FOLLOW_INTERVAL_S = 0.5
 # Reading may take this share of the time, however long a run's history is: control has conversations to serve.
@@ -21,9 +22,10 @@ PID_TOLERANCE_S = 60.0
 
 def as_seen(run: Run) -> Run:
     """The run as its record says, or interrupted where it is active and its control process is gone."""
-    if run.status is RunStatus.ACTIVE and run.pid is not None and not _lives(run.pid, run.created_at):
-        return replace(run, status=RunStatus.INTERRUPTED, error="its control process ended without finishing the run")
-    return run
+    if run.status is not RunStatus.ACTIVE or run.pid is None or _lives(run.pid, run.resumed_at or run.created_at):
+        return run
+    error = f"its control process ended without finishing the run; `turnmill resume {run.run_id}` goes on with it"
+    return replace(run, status=RunStatus.INTERRUPTED, error=error)
 
 
 def _lives(pid: int, since: float) -> bool:
@@ -64,9 +66,21 @@ async def read_metrics(root: Path, run_id: str) -> list[Metric]:
     """The metrics of a run by step."""
     ports = open_run(root, run_id, num_replicas=0)
     try:
-        return await ports.metrics.read(run_id)
+        return await _metrics(ports, run_id)
     finally:
         ports.close()
+
+
+async def _metrics(ports: RunPorts, run_id: str) -> list[Metric]:
+    """Without those of steps that were given up: behind the step where the trainer is."""
+    metrics = await ports.metrics.read(run_id)
+    if not metrics:
+        return []
+    (stored,) = await ports.records.get([training_key(run_id)])
+    if stored is None:
+        return metrics
+    step = decode(stored.value, TrainingStatus).step
+    return [metric for metric in metrics if metric.step <= step]
 
 
 async def follow(
@@ -82,7 +96,7 @@ async def follow(
         while True:
             last, before = ended.is_set(), time.monotonic()
             run = as_seen(await load_run(ports.runs, run_id))
-            metrics = await ports.metrics.read(run_id)
+            metrics = await _metrics(ports, run_id)
             reading_s = time.monotonic() - before
             yield run, metrics
             if last or run.status.is_final:

@@ -151,7 +151,7 @@ async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
 async def _check_unchanged(run: Run) -> None:
     """The file that is trained on is the file that was validated."""
     path = Path(str(run.data_path))
-    validated = {stage.name: stage.result for stage in run.stages}.get("ValidateData", {}).get("data", {})
+    validated = {stage.name: stage.result for stage in run.current_stages}.get("ValidateData", {}).get("data", {})
     report = await asyncio.to_thread(validate, path)
     if report.digest != validated.get("digest"):
         raise InvalidInput(f"{path} changed after it was validated; start a new run for the new content")

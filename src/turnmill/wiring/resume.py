@@ -1,0 +1,139 @@
+"""A run that ended early goes on: the same record, the same stages, from its last recorded step or an earlier one.
+
+checks -> its role processes are gone -> run record ACTIVE again, next attempt -> leftovers removed -> control as before
+
+What the trainer does to go on is its own affair (`training.resume`): it looks at the records whenever it starts.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
+from turnmill.config import Resolved, from_dict
+from turnmill.errors import Conflict, InvalidInput, TurnmillError
+from turnmill.intake.dataset import validate
+from turnmill.pipeline.engine import RunRecord, walk
+from turnmill.pipeline.stages import stages_of
+from turnmill.ports import RunPorts, Write
+from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
+from turnmill.training.history import live_batches, scan_all, settle, supersede
+from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
+from turnmill.wiring.reading import as_seen
+
+# A trainer without its control process ends after the step that it makes.
+ORPHANS_PATIENCE_S = 60.0
+
+
+async def resume(
+    root: Path, run_id: str, *, from_step: int | None, cancel: asyncio.Event, created: Callable[[Run], None]
+) -> tuple[Run, TurnmillError | None]:
+    """Take a failed, cancelled or interrupted run to its end, as `control.execute` does with a new one.
+
+    With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
+    `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
+    """
+    runs = open_root_records(root)
+    try:
+        record = await RunRecord.open(runs, run_id)
+        run = record.run
+        check_run(run, from_step)
+        config = from_dict(run.config)
+        ports = open_run(root, run_id, num_replicas=config.generation_replicas)
+        try:
+            await _check_step(ports, run_id, from_step)
+            await wait_until_gone(root, run_id, ORPHANS_PATIENCE_S)
+            token = new_token()
+            await _claim(record, hash_of(token))
+            created(record.run)
+            await _prepare(ports, run_id, from_step)
+        finally:
+            ports.close()
+        async with open_control(root, record.run, config, token) as ctx:
+            return await walk(ctx, stages_of(run.kind), record, cancel)
+    finally:
+        runs.close()
+
+
+def check_run(run: Run, from_step: int | None) -> None:
+    """Raise `InvalidInput` unless this run may go on from there, on the data that it began with."""
+    seen = as_seen(run)
+    if seen.status is RunStatus.ACTIVE:
+        raise InvalidInput(
+            f"run {run.run_id} is active: its control process {run.pid} is running; "
+            f"`turnmill watch {run.run_id}` follows it, Ctrl-C there or `kill -INT {run.pid}` stops it"
+        )
+    if from_step is not None and run.kind is not RunKind.TRAIN:
+        raise InvalidInput(f"run {run.run_id} is an evaluation: it has no steps to go on from (--from {from_step})")
+    if seen.status is RunStatus.SUCCEEDED and from_step is None:
+        raise InvalidInput(
+            f"run {run.run_id} has succeeded: nothing is left to do; --from STEP goes on from an earlier step and "
+            "gives up the later ones"
+        )
+    _check_data(run)
+    check_order(
+        Order(
+            kind=run.kind,
+            resolved=Resolved(config=from_dict(run.config), sources=run.sources),
+            data=Path(run.data_path) if run.data_path else None,
+            eval_data=Path(run.eval_path) if run.eval_path else None,
+        )
+    )
+
+
+def _check_data(run: Run) -> None:
+    """The files are those that were validated; a run whose files were never found valid may have new ones."""
+    reports = [stage.result for stage in run.stages if stage.name == "ValidateData" and stage.state == "done"]
+    for report in reports[-1].values() if reports else ():
+        path = Path(report["path"])
+        found = validate(path)
+        if found.digest != report["digest"]:
+            what = "can't be read any more" if not found.digest else "has changed since the run began"
+            raise InvalidInput(f"{path} {what}: put it back, or start a new run with the new content")
+
+
+async def _check_step(ports: RunPorts, run_id: str, from_step: int | None) -> None:
+    if from_step is None:
+        return
+    live = await live_batches(ports.records, run_id)
+    num_applied = sum(item.batch.state is BatchState.APPLIED for item in live)
+    if not 0 <= from_step <= num_applied:
+        raise InvalidInput(f"--from {from_step}: run {run_id} has made {num_applied} steps; give 0 to {num_applied}")
+
+
+async def _claim(record: RunRecord, token_hash: str) -> None:
+    run = record.run
+    try:
+        await record.save(
+            replace(
+                run,
+                status=RunStatus.ACTIVE,
+                attempt=run.attempt + 1,
+                resumed_at=time.time(),
+                ended_at=None,
+                error=None,
+                worker_token_hash=token_hash,
+                pid=os.getpid(),
+            )
+        )
+    except Conflict as error:
+        raise Conflict(f"run {run.run_id} is being resumed by another process") from error
+
+
+async def _prepare(ports: RunPorts, run_id: str, from_step: int | None) -> None:
+    """Remove what the earlier processes left behind. Done again after a crash in the middle, it ends the same."""
+    queues = [ports.rollout_request, ports.rollout_response, *ports.generate_request, ports.generate_response]
+    for queue in queues:
+        await queue.purge()
+    if from_step is not None:
+        await supersede(ports.records, run_id, from_step)
+    # Evaluations are played anew; training samples are settled by the trainer, each time that it starts.
+    for purpose in (Purpose.BASELINE, Purpose.EVAL):
+        await settle(ports.records, run_id, purpose, [])
+    # Processes that are gone must not look as if they were ready.
+    for prefix in (replica_key(run_id, ""), worker_key(run_id, "")):
+        gone = await scan_all(ports.records, prefix)
+        await ports.records.write([Write(key=item.key, value=None, expected=None) for item in gone])
