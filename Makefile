@@ -2,13 +2,15 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# The peers of the benchmarks, apart from everything that Turnmill needs.
+PEERS := .venv-peers
 # One torch thread a process: more of them collapse when processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo check format test verify bench docs clean
+.PHONY: install demo check format test verify bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -42,11 +44,21 @@ verify: check
 	$(BIN)/pytest -n 2
 	$(MAKE) bench
 
+# Peers that are not there are skipped with a line that says so: `make bench-peers` installs them.
 bench: install
 	$(BIN)/python benchmarks/demo_curve.py $(if $(FULL),--seeds 0 1 2,--seeds 0)
+	$(BIN)/python -m benchmarks.run_all $(if $(FULL),,--quick) $(BENCH_ARGS)
+
+bench-peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: benchmarks/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet torch -c constraints.txt
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
+	@touch $@
 
 docs: install
 	$(BIN)/python scripts/generate_docs.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -9,10 +9,11 @@ import os
 import platform
 import resource
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +28,31 @@ QUIET_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 
-Figures = dict[str, float]
+# Figures that were taken while others used more of the cores than this, on average, are no results.
+QUIET_SHARE = 0.1
 
 
 def load() -> float:
     """Load average of the last minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def busy(seconds: float = 0.5) -> float:
+    """Share of all cores that others use: measured while this process sleeps.
+
+    The load average alone can't tell: it remembers a minute of our own work.
+    """
+    before = _cpu_times()
+    time.sleep(seconds)
+    after = _cpu_times()
+    spent = [late - early for early, late in zip(before, after, strict=True)]
+    # The fourth and fifth field count idle time.
+    return round(1 - (spent[3] + spent[4]) / max(1, sum(spent)), 2)
+
+
+def _cpu_times() -> list[int]:
+    """Ticks of all cores by kind (user, nice, system, idle, waiting for the disk, ...)."""
+    return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def machine() -> str:
@@ -78,7 +98,19 @@ class Claim:
         return low or ("" if self.at_most is None else f"<= {self.at_most:g}")
 
 
-def emit_ratio(claim: Claim, ours: Sequence[float], peers: Sequence[float], loads: Sequence[float]) -> None:
+@dataclass(kw_only=True)
+class Conditions:
+    """What else the machine did; taken before and after each measurement, while nothing of ours runs."""
+
+    loads: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+
+    def take(self) -> None:
+        self.loads.append(load())
+        self.busy.append(busy())
+
+
+def emit_ratio(claim: Claim, ours: Sequence[float], peers: Sequence[float], met: Conditions) -> None:
     """The claim's line: medians, and the median of the ratios of each round's pair."""
     ratio = median(our / peer for our, peer in zip(ours, peers, strict=True))
     emit(
@@ -94,8 +126,10 @@ def emit_ratio(claim: Claim, ours: Sequence[float], peers: Sequence[float], load
         bound=claim.bound,
         holds=claim.holds(ratio),
         rounds=len(ours),
-        load_before=loads[0],
-        load_after=loads[-1],
+        load_before=met.loads[0],
+        load_after=met.loads[-1],
+        others_busy=round(fmean(met.busy), 3),
+        quiet=fmean(met.busy) <= QUIET_SHARE,
         machine=machine(),
     )
 
@@ -107,16 +141,16 @@ def emit_skip(benchmark: str, what: str, why: str) -> None:
 
 def interleave(
     benchmark: str, case: str, unit: str, subjects: Mapping[str, Callable[[], float]], *, rounds: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Measure the subjects one after the other, `rounds` times; the figures by subject, and the loads met."""
+) -> tuple[dict[str, list[float]], Conditions]:
+    """Measure the subjects one after the other, `rounds` times; the figures by subject, and the conditions met."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
-    loads = [load()]
+    met = Conditions()
+    met.take()
     for number in range(rounds):
         for name, measure in subjects.items():
-            before = load()
             value = measure()
             figures[name].append(value)
-            loads.append(load())
+            met.take()
             emit(
                 kind="measurement",
                 benchmark=benchmark,
@@ -125,10 +159,11 @@ def interleave(
                 value=_rounded(value),
                 unit=unit,
                 round=number,
-                load_before=before,
-                load_after=loads[-1],
+                load_before=met.loads[-2],
+                load_after=met.loads[-1],
+                others_busy=max(met.busy[-2:]),
             )
-    return figures, loads
+    return figures, met
 
 
 def run_peer(script: str, *args: str, timeout_s: float = 600.0) -> Any:

@@ -172,9 +172,9 @@ def compare(name: str, folder: Path, args: argparse.Namespace) -> None:
         for measure in subjects.values():
             measure()
         case = f"{name} ({num_parameters / 1e6:.2f} M), {shape.name}"
-        figures, loads = interleave(NAME, case, "tokens/s", subjects, rounds=3 if args.quick else 9)
+        figures, met = interleave(NAME, case, "tokens/s", subjects, rounds=3 if args.quick else 9)
         claim = Claim(benchmark=NAME, text=case, unit="tokens/s", ours=OURS, peer=GENERATE, at_least=shape.at_least)
-        emit_ratio(claim, figures[OURS], figures[GENERATE], loads)
+        emit_ratio(claim, figures[OURS], figures[GENERATE], met)
     if args.quick:
         emit_skip(NAME, BATCHED, "takes a minute: measured in the full form only")
     else:
@@ -194,14 +194,14 @@ def _compare_batched(name: str, folder: Path, engine: TransformersEngine) -> Non
     case = f"{name}, {shape.name}, continuous batching"
     try:
         measure_batched(model, replace(shape, new=1))
-        figures, loads = interleave(NAME, case, "tokens/s", subjects, rounds=1)
+        figures, met = interleave(NAME, case, "tokens/s", subjects, rounds=1)
     except Exception as error:  # A peer that does not run here is a finding to print, whatever it raises.
         emit_skip(NAME, BATCHED, f"does not run here: {type(error).__name__}: {error}")
         return
     finally:
         model.destroy_cached_continuous_batching_manager()
     claim = Claim(benchmark=NAME, text=case, unit="tokens/s", ours=OURS, peer=BATCHED)
-    emit_ratio(claim, figures[OURS], figures[BATCHED], loads)
+    emit_ratio(claim, figures[OURS], figures[BATCHED], met)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Resident memory of proxy, worker and replica (instant engine, so that what grows
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import Claim, allow_many_files, arguments, emit, emit_ratio, load
+from benchmarks.common import Claim, Conditions, allow_many_files, arguments, emit, emit_ratio, load
 from benchmarks.house import Player, instant_config, open_house
 from turnmill.wiring.event_loop import run_loop
 
@@ -56,10 +56,11 @@ def main() -> None:
     args = arguments("Does memory stay flat?").parse_args()
     allow_many_files()
     first, last = (500, 2000) if args.quick else (1000, 10000)
-    loads = [load()]
+    met = Conditions()
+    met.take()
     with tempfile.TemporaryDirectory() as folder:
         found = run_loop(measure(Path(folder), first, last))
-    loads.append(load())
+    met.take()
     for name, values in found.items():
         claim = Claim(
             benchmark=NAME,
@@ -69,7 +70,7 @@ def main() -> None:
             peer=f"at conversation {first}",
             at_most=1.05,
         )
-        emit_ratio(claim, [values[-1]], [values[0]], loads)
+        emit_ratio(claim, [values[-1]], [values[0]], met)
 
 
 if __name__ == "__main__":

@@ -198,12 +198,12 @@ def compare(args: argparse.Namespace) -> None:
         else:
             emit_skip(NAME, REDIS, "redis-server is not installed")
     case = f"2 processes, {SIZE} bytes, batch {BATCH}"
-    figures, loads = interleave(NAME, case, "messages/s", subjects, rounds=2 if args.quick else 5)
+    figures, met = interleave(NAME, case, "messages/s", subjects, rounds=2 if args.quick else 5)
     bounds = {LITEQUEUE: 1.0}
     for peer in subjects:
         if peer != OURS:
             claim = Claim(benchmark=NAME, text=case, unit="messages/s", ours=OURS, peer=peer, at_least=bounds.get(peer))
-            emit_ratio(claim, figures[OURS], figures[peer], loads)
+            emit_ratio(claim, figures[OURS], figures[peer], met)
 
 
 def main() -> None:

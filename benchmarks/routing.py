@@ -18,6 +18,7 @@ from statistics import fmean
 from benchmarks import stub
 from benchmarks.common import (
     Claim,
+    Conditions,
     allow_many_files,
     arguments,
     emit,
@@ -25,7 +26,6 @@ from benchmarks.common import (
     emit_skip,
     has_peers,
     interleave,
-    load,
     run_peer,
 )
 from benchmarks.house import Player, instant_config, open_house
@@ -71,7 +71,7 @@ def compare(args: argparse.Namespace, url: str) -> None:
     """Throughput at 64 and 512 conversations at once, against both peers."""
     rounds = 2 if args.quick else 5
     medians: dict[int, list[float]] = {}
-    loads: list[float] = [load()]
+    all_met = Conditions()
     for concurrent in (64, 512):
         total = max(256, concurrent) * (2 if args.quick else 8)
         subjects: dict[str, Callable[[], float]] = {
@@ -84,7 +84,8 @@ def compare(args: argparse.Namespace, url: str) -> None:
         case = f"{concurrent} conversations x {TURNS} turns"
         figures, met = interleave(NAME, case, "turns/s", subjects, rounds=rounds)
         medians[concurrent] = figures[OURS]
-        loads += met
+        all_met.loads += met.loads
+        all_met.busy += met.busy
         bounds = {BARE: 0.3 if concurrent == 64 else None, VERIFIERS: 10.0}
         for peer in subjects:
             if peer != OURS:
@@ -100,7 +101,7 @@ def compare(args: argparse.Namespace, url: str) -> None:
         peer="turnmill, 64",
         at_least=0.8,
     )
-    emit_ratio(claim, medians[512], medians[64], loads)
+    emit_ratio(claim, medians[512], medians[64], all_met)
 
 
 # ---------------------------------------------------------------- cost per turn
@@ -136,11 +137,12 @@ def cost_per_turn(args: argparse.Namespace) -> None:
     rounds = 1 if args.quick else 3
     first: list[float] = []
     last: list[float] = []
-    loads = [load()]
+    met = Conditions()
+    met.take()
     for number in range(rounds):
         for turns in (8, 32, 128):
             found = measure_depth(turns, 16)
-            loads.append(load())
+            met.take()
             emit(
                 kind="measurement",
                 benchmark=NAME,
@@ -149,8 +151,9 @@ def cost_per_turn(args: argparse.Namespace) -> None:
                 value=[round(1000 * quarter, 3) for quarter in found],
                 unit="ms/turn by quarter of the conversation",
                 round=number,
-                load_before=loads[-2],
-                load_after=loads[-1],
+                load_before=met.loads[-2],
+                load_after=met.loads[-1],
+                others_busy=max(met.busy[-2:]),
             )
             if turns == 128:
                 first.append(1000 * found[0])
@@ -163,7 +166,7 @@ def cost_per_turn(args: argparse.Namespace) -> None:
         peer="turns 1-32",
         at_most=1.2,
     )
-    emit_ratio(claim, last, first, loads)
+    emit_ratio(claim, last, first, met)
 
 
 def main() -> None:

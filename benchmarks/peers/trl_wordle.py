@@ -233,15 +233,19 @@ def reward(prompts: Any, completions: Any, score: list[float], **_: Any) -> list
 
 def settings(args: argparse.Namespace, folder: str) -> Any:
     """What our recipe says, in TRL's names."""
+    linear: dict[str, Any] = {
+        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_kwargs": {"lr_end": args.min_lr, "power": 1.0},
+    }
     return trl.GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=args.conversations,
         num_generations=8,
         max_completion_length=256,
         max_steps=args.steps,
-        learning_rate=1.5e-3,
-        lr_scheduler_type="polynomial",
-        lr_scheduler_kwargs={"lr_end": 3e-4, "power": 1.0},
+        learning_rate=args.lr,
+        # The polynomial schedule refuses an end that is not below its begin.
+        **({"lr_scheduler_type": "constant"} if args.lr == args.min_lr else linear),
         warmup_steps=0,
         adam_beta2=0.95,
         weight_decay=0.0,
@@ -268,6 +272,8 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--min-lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.0)
     parser.add_argument("--full-turns", action="store_true")
