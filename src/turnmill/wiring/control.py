@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,13 @@ def _check_task(environment: Environment, task: Task, path: Path) -> None:
         raise DataError(f"{path}: {error}") from error
 
 
+def _with_absolute_model(config: Config) -> Config:
+    """The run may be looked at, resumed or evaluated from another working directory."""
+    if config.base_model in assets.shipped_models():
+        return config
+    return replace(config, base_model=str(assets.model_folder(config.base_model).absolute()))
+
+
 async def execute(
     root: Path, order: Order, *, cancel: asyncio.Event, created: Callable[[Run], None]
 ) -> tuple[Run, TurnmillError | None]:
@@ -88,13 +95,14 @@ async def execute(
     Returns the final run record and what went wrong. `created` is told the run as soon as it exists.
     """
     token = new_token()
+    config = _with_absolute_model(order.resolved.config)
     run = Run(
         run_id=new_run_id(),
         cause=f"cli/{secrets.token_hex(8)}",
         status=RunStatus.ACTIVE,
         created_at=time.time(),
         kind=order.kind,
-        config=to_dict(order.resolved.config),
+        config=to_dict(config),
         sources=order.resolved.sources,
         data_path=str(order.data.resolve()) if order.data else None,
         eval_path=str(order.eval_data.resolve()) if order.eval_data else None,
@@ -105,7 +113,7 @@ async def execute(
     try:
         record = await RunRecord.create(runs, run)
         created(run)
-        async with open_control(root, run, order.resolved.config, token) as ctx:
+        async with open_control(root, run, config, token) as ctx:
             return await walk(ctx, stages_of(run.kind), record, cancel)
     finally:
         runs.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
 from turnmill.config import Resolved, from_dict
-from turnmill.errors import Conflict, InvalidInput, TurnmillError
+from turnmill.errors import Cancelled, Conflict, InvalidInput, TurnmillError
 from turnmill.intake.dataset import validate
 from turnmill.pipeline.engine import RunRecord, walk
 from turnmill.pipeline.stages import stages_of
@@ -45,7 +45,7 @@ async def resume(
         ports = open_run(root, run_id, num_replicas=config.generation_replicas)
         try:
             await _check_step(ports, run_id, from_step)
-            await wait_until_gone(root, run_id, ORPHANS_PATIENCE_S)
+            await _wait_for_orphans(root, run_id, cancel)
             token = new_token()
             await _claim(record, hash_of(token))
             created(record.run)
@@ -102,6 +102,21 @@ async def _check_step(ports: RunPorts, run_id: str, from_step: int | None) -> No
     num_applied = sum(item.batch.state is BatchState.APPLIED for item in live)
     if not 0 <= from_step <= num_applied:
         raise InvalidInput(f"--from {from_step}: run {run_id} has made {num_applied} steps; give 0 to {num_applied}")
+
+
+async def _wait_for_orphans(root: Path, run_id: str, cancel: asyncio.Event) -> None:
+    """What an earlier control process started ends by itself; raises `BackendUnavailable` where it does not."""
+    waiting = asyncio.create_task(wait_until_gone(root, run_id, ORPHANS_PATIENCE_S), name="wait for orphans")
+    cancelled = asyncio.create_task(cancel.wait(), name="wait for cancel")
+    try:
+        await asyncio.wait({waiting, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Cancelled("cancelled by the user before anything was changed")
+        waiting.result()
+    finally:
+        waiting.cancel()
+        cancelled.cancel()
+        await asyncio.gather(waiting, cancelled, return_exceptions=True)
 
 
 async def _claim(record: RunRecord, token_hash: str) -> None:

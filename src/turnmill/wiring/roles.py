@@ -8,6 +8,7 @@ import signal
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 ROLES = ("worker", "replica", "trainer")
 # They serve until the launcher ends them, so that ending for any other reason is a death.
 _SERVICES = ("worker", "replica")
+# Imports that take seconds.
+_HEAVY = {
+    "replica": ("turnmill.generation.transformers_engine", "turnmill.generation.renderer"),
+    "trainer": ("turnmill.training.trainer",),
+}
 # What a shell calls the end by SIGTERM.
 _EXIT_TOLD_TO_STOP = 128 + signal.SIGTERM
 
@@ -45,6 +51,9 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
         "replica": _replica,
         "trainer": _trainer,
     }
+    for module in _HEAVY.get(role, ()):
+        # Before SIGTERM is caught: nothing is held yet, so it may end the process there and then.
+        import_module(module)
     run_loop(_until_stopped(lambda stop: starters[role](root.absolute(), run_id, name, stop)))
     if role in _SERVICES:
         raise SystemExit(_EXIT_TOLD_TO_STOP)

@@ -116,6 +116,25 @@ async def test_stages_run_in_order_and_the_history_keeps_handles_and_results(wor
     assert all(s.ended_at is not None and s.ended_at >= s.started_at for s in stored.stages)
 
 
+async def test_a_run_that_is_walked_again_keeps_the_history_of_each_attempt(world: World) -> None:
+    table = [stage(world, "A", fail=InvalidInput("no")), stage(world, "T", always=True)]
+    await walk(world.ctx, table, world.record, asyncio.Event())
+    record = await RunRecord.open(world.runs, "r1")
+    await record.save(replace(record.run, status=RunStatus.ACTIVE, attempt=2))
+    table = [stage(world, "A"), stage(world, "T", always=True)]
+    run, error = await walk(world.ctx, table, record, asyncio.Event())
+    assert error is None and run.status is RunStatus.SUCCEEDED
+    assert [(s.name, s.attempt, s.state) for s in run.stages] == [
+        ("A", 1, "failed"),
+        ("T", 1, "done"),
+        ("A", 2, "done"),
+        ("T", 2, "done"),
+    ]
+    assert [s.attempt for s in run.current_stages] == [2, 2]
+    with pytest.raises(NotFound):
+        await RunRecord.open(world.runs, "nobody")
+
+
 async def test_a_failed_stage_skips_the_rest_but_not_teardown(world: World) -> None:
     bad = InvalidInput("row 3 is bad")
     table = [stage(world, "A", fail=bad), stage(world, "B"), stage(world, "T", always=True)]

@@ -56,3 +56,11 @@ def test_a_version_that_was_never_published_fails() -> None:
 
 def test_a_batch_without_tokens_asks_nothing() -> None:
     check_fingerprints([], TRAINED, set())
+
+
+def test_a_batch_that_is_made_anew_needs_no_replica_that_remembers_but_none_that_disagrees() -> None:
+    check_fingerprints([], TRAINED, {"1.1"}, is_vouched=False)
+    with pytest.raises(AuditFailed, match="fingerprint xx"):
+        check_fingerprints([replica(v11="xx")], TRAINED, {"1.1"}, is_vouched=False)
+    with pytest.raises(AuditFailed, match="never published"):
+        check_fingerprints([], TRAINED, {"7.7"}, is_vouched=False)
