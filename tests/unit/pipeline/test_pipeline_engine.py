@@ -22,10 +22,12 @@ from turnmill.pipeline.stages import (
     Stage,
     StageContext,
     check_roles,
+    poll_training,
     stages_of,
+    start_training,
 )
-from turnmill.ports import RecordStore, RoleSpec
-from turnmill.records import Run, RunKind, RunStatus
+from turnmill.ports import RecordStore, RoleSpec, Write
+from turnmill.records import Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
 
 
 def new_run(**changes: Any) -> Run:
@@ -253,3 +255,37 @@ async def test_only_the_trainer_may_come_to_an_end_by_itself(tmp_path: Path, nam
         with pytest.raises(RoleFailed, match=f"{name} ended with exit code 0"):
             await check_roles(launcher)
     await launcher.close()
+
+
+async def test_what_an_earlier_trainer_said_does_not_end_the_training_that_goes_on(
+    world: World, tmp_path: Path
+) -> None:
+    async def say(state: str, incarnation: int) -> None:
+        status = TrainingStatus(
+            run_id="r1",
+            state=state,
+            step=7,
+            max_steps=9,
+            incarnation=incarnation,
+            updated_at=1.0,
+            error="out of patience",
+            version=Version(incarnation=1, n=7),
+        )
+        await world.ctx.ports.records.write([Write(key=training_key("r1"), value=encode(status), expected=None)])
+
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    ctx = replace(world.ctx, launcher=ProcessLauncher(tmp_path, command=[str(program)]))
+    await say("failed", 1)
+    handle = await start_training(ctx)
+    assert await poll_training(ctx, handle) == Running(detail="the trainer is starting")
+    await say("running", 2)
+    assert await poll_training(ctx, handle) == Running(detail="step 7 of 9")
+    # Killed and started again in between, it is the third.
+    await say("failed", 3)
+    with pytest.raises(StageFailed, match="stopped at step 7: out of patience"):
+        await poll_training(ctx, handle)
+    await say("succeeded", 3)
+    assert isinstance(await poll_training(ctx, handle), Done)
+    await ctx.launcher.close()
