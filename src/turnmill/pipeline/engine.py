@@ -88,6 +88,9 @@ async def walk(
             continue
         try:
             await _walk_stage(ctx, stage, record, asyncio.Event() if stage.always else cancel)
+        except Cancelled as error:
+            logger.info("stage %s: %s", stage.name, error, extra={"at": record.run.run_id})
+            failure = failure or error
         except TurnmillError as error:
             logger.error("stage %s failed: %s", stage.name, error, extra={"at": record.run.run_id})
             failure = failure or error
