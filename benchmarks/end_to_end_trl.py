@@ -158,13 +158,9 @@ def ours_to_target(seed: int, max_steps: int) -> tuple[float | None, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "turnmill", "run", "--data", str(assets.wordle_data("train"))]
         flags = ["--root", folder, "--seed", str(seed), "--max-steps", str(max_steps), "--json"]
-        subprocess.run(
-            [*command, *flags],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **QUIET_ENV},
-        )
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, env={**os.environ, **QUIET_ENV})
+        if done.returncode:
+            raise RuntimeError(f"the run failed:\n{done.stderr[-3000:]}")
         metrics = read_metrics(Path(folder))
     return seconds_to_target(metrics), fmean(metric.values["reward_mean"] for metric in metrics[-WINDOW:])
 

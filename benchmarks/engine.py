@@ -194,7 +194,7 @@ def _compare_batched(name: str, folder: Path, engine: TransformersEngine) -> Non
     case = f"{name}, {shape.name}, continuous batching"
     try:
         measure_batched(model, replace(shape, new=1))
-        figures, met = interleave(NAME, case, "tokens/s", subjects, rounds=1)
+        figures, met = interleave(NAME, case, "tokens/s", subjects, rounds=3)
     except Exception as error:  # A peer that does not run here is a finding to print, whatever it raises.
         emit_skip(NAME, BATCHED, f"does not run here: {type(error).__name__}: {error}")
         return
