@@ -16,7 +16,7 @@ from typing import Protocol
 from turnmill.config import Config
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
-from turnmill.records import Call, DropReason, SampleRecord, Task, Version, call_key
+from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
 from turnmill.training.samples import check_sample, stored_record
 from turnmill.training.tally import Rollout, Tally, describe_invalid
@@ -184,4 +184,5 @@ def _rollout(sample: SampleRecord, reward: float, calls: Sequence[Call], num_ste
         num_sampled=sum(call.num_sampled for call in calls),
         length=max(lengths.values()),
         staleness=num_steps - oldest,
+        is_truncated=sample.stop_reason == StopReason.MAX_LENGTH,
     )

@@ -26,6 +26,8 @@ class Rollout:
     length: int
     # Optimizer steps between its oldest token and the weights to be trained.
     staleness: int
+    # It ended because it filled `max_length`.
+    is_truncated: bool = False
 
 
 @dataclass(kw_only=True)
@@ -83,6 +85,7 @@ class Tally:
             "solved": fmean(reward >= threshold for reward in rewards),
             "response_length_mean": fmean(rollout.num_sampled for rollout in self.rollouts),
             "conversation_length_mean": fmean(rollout.length for rollout in self.rollouts),
+            "truncated_share": fmean(rollout.is_truncated for rollout in self.rollouts),
             "staleness": max(rollout.staleness for rollout in self.rollouts),
         }
         if self.seconds.generate_s > 0:
@@ -103,9 +106,10 @@ class Tally:
         if not self.rollouts:
             return f"no valid rollout, {self.num_invalid} invalid"
         rewards = [rollout.reward for rollout in self.rollouts]
+        num_truncated = sum(rollout.is_truncated for rollout in self.rollouts)
         return (
             f"{len(rewards)} valid rollouts with reward min {min(rewards):g}, mean {fmean(rewards):g}, "
-            f"max {max(rewards):g}; {self.num_invalid} invalid"
+            f"max {max(rewards):g}, {num_truncated} of them cut off at max_length; {self.num_invalid} invalid"
         )
 
 

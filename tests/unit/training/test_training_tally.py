@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from turnmill.records import DropReason
@@ -28,6 +30,12 @@ def test_means_are_over_all_valid_rollouts_before_any_filter() -> None:
 def test_a_metric_of_the_environment_never_hides_one_of_ours() -> None:
     values = Tally(rollouts=[rollout(1.0, reward=-5.0)]).values(threshold=1.0, num_trained=1)
     assert values["reward_mean"] == 1.0
+
+
+def test_conversations_cut_off_at_max_length_are_told() -> None:
+    tally = Tally(rollouts=[rollout(0.0), replace(rollout(0.0), is_truncated=True)])
+    assert tally.values(threshold=1.0, num_trained=0)["truncated_share"] == 0.5
+    assert "2 valid rollouts" in tally.describe() and "1 of them cut off at max_length" in tally.describe()
 
 
 def test_nothing_valid_gives_no_means() -> None:
