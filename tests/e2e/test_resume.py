@@ -1,6 +1,7 @@
 """Runs whose trainer or control process is killed, and that go on: in the same run, or by `turnmill resume`."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import Running, is_alive, read_records, start_resume, start_run, wait_for
 from turnmill.records import DropReason
+from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading import read_metrics
 
 
 def run_id_of(running: Running) -> str:
@@ -167,3 +170,29 @@ def test_a_trainer_killed_between_any_two_writes_of_a_step_makes_it_once(
     folder = tmp_path / "runs" / figures["run_id"] / "checkpoints"
     assert {"final", "step-7", "step-8"} <= {path.name for path in folder.iterdir()}
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_from_the_checkpoint_of_step_10_the_batches_of_steps_11_to_20_give_the_same_bits(tmp_path: Path) -> None:
+    with start_run(tmp_path, max_steps="20") as running:
+        run_id = running.finish()["run_id"]
+    folder = tmp_path / "runs" / run_id
+    before = run_loop(read_metrics(tmp_path, run_id))
+    manifest = (folder / "checkpoints" / "step-20" / "checkpoint.json").read_bytes()
+    # Without the later checkpoint and metrics, all that is left of these steps is their batches.
+    shutil.rmtree(folder / "checkpoints" / "step-20")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:10]))
+    with start_resume(tmp_path, run_id, "--from", "20") as resumed:
+        figures = resumed.finish()
+    assert figures["steps"] == 20
+    check_accounting(tmp_path, figures)
+    log = (folder / "logs" / "trainer.log").read_text()
+    assert "step 10 made again" not in log
+    for step in range(11, 21):
+        assert log.count(f"step {step} made again from its batch: same weights") == 1
+    # Digests of weights and of optimizer and random state.
+    assert (folder / "checkpoints" / "step-20" / "checkpoint.json").read_bytes() == manifest
+    again = run_loop(read_metrics(tmp_path, run_id))
+    for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "lr", "audit_max", "num_trained_tokens"):
+        assert [metric.values[name] for metric in again] == [metric.values[name] for metric in before]

@@ -67,7 +67,8 @@ class Batch:
     groups: tuple[tuple[str, ...], ...]
     # After the batch.
     progress: Progress = Progress()
-    # About everything that was generated for it until it was closed: its metric, should its trainer die before.
+    # About everything that was generated for it (until it was closed, while it is RECORDED): what its metric says,
+    # should its trainer die before it is written.
     values: dict[str, float] = field(default_factory=dict)
     state: BatchState = BatchState.RECORDED
     # Version made by the step and its weight digest; None until APPLIED.

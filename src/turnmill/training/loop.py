@@ -140,15 +140,16 @@ class _Training:
     async def _train(self, collector: Collector, closed: Closed) -> None:
         """One optimizer step on a closed batch."""
         num_trained = sum(len(group) for group in closed.groups)
-        taken = await self._stepper.record(closed.groups, collector.builder.progress, self._values(num_trained))
-        beside = collector.drain(self._tally, self.step)
-        result = await self._stepper.apply(taken, self._tally.seconds, beside)
-        # What ended beside the step counts too; a step made anew after a crash has the numbers of the record only.
-        await self._finish(replace(taken.batch, values=self._values(num_trained)), result)
-        self._tally = Tally()
 
-    def _values(self, num_trained: int) -> dict[str, float]:
-        return self._tally.values(threshold=self._config.success_threshold, num_trained=num_trained)
+        def values() -> dict[str, float]:
+            return self._tally.values(threshold=self._config.success_threshold, num_trained=num_trained)
+
+        taken = await self._stepper.record(closed.groups, collector.builder.progress, values())
+        # What ends beside the step counts too.
+        beside = collector.drain(self._tally, self.step)
+        result = await self._stepper.apply(taken, self._tally.seconds, beside, values)
+        await self._finish(replace(taken.batch, values=values()), result)
+        self._tally = Tally()
 
     def _check_progress(self, closed: Closed, last_invalid: str, ended_before: int, invalid_before: int) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""

@@ -10,6 +10,7 @@ A run's first trainer goes the same way, with nothing on it.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore
@@ -68,7 +69,7 @@ async def resume(
             return None
         taken = await stepper.retake(item)
         # The replicas that sampled it may have been replaced since; the audit of each token stays.
-        result = await stepper.apply(taken, Seconds(), _nothing(), is_vouched=False)
+        result = await stepper.apply(taken, Seconds(), _nothing(), partial(dict, item.batch.values), is_vouched=False)
         await finish(item.batch, result)
     return live[-1].batch.progress if live else Progress()
 

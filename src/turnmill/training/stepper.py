@@ -11,7 +11,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,17 @@ class Stepper:
     # ------------------------------------------------------------ apply
 
     async def apply(
-        self, taken: Taken, seconds: Seconds, beside: Coroutine[Any, Any, None], *, is_vouched: bool = True
+        self,
+        taken: Taken,
+        seconds: Seconds,
+        beside: Coroutine[Any, Any, None],
+        values: Callable[[], dict[str, float]],
+        *,
+        is_vouched: bool = True,
     ) -> StepResult:
         """Make the step of a taken batch, with `beside` running at the same time; adds to `seconds`.
 
+        When `beside` has ended, `values` are stored with the applied batch in place of what it was recorded with.
         Without `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
         """
         begun = time.monotonic()
@@ -179,7 +186,7 @@ class Stepper:
         self.fingerprints[str(version)] = digest = await asyncio.to_thread(self.trainer.fingerprint)
         await self._publish(version)
         failpoints.hit("weights-stored")
-        applied = replace(taken.batch, state=BatchState.APPLIED, version=version, digest=digest)
+        applied = replace(taken.batch, state=BatchState.APPLIED, version=version, digest=digest, values=values())
         await write_all(self._ports.records, [Write(key=applied.key, value=encode(applied), expected=taken.version)])
         failpoints.hit("batch-applied")
         await self._ports.weights.point(version)
