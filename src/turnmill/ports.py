@@ -227,7 +227,7 @@ class RoleSpec:
     run_id: str
     # Secrets travel here, never in the arguments.
     env: Mapping[str, str] = field(default_factory=dict)
-    # How often it is started again after it died; 0 for a role whose death ends the run.
+    # How often in a row it is started again after it died (one that lived for long begins anew); 0: its death is final.
     max_restarts: int = 0
     # Exit codes with which it ends for good, without a restart: 0 is an end, any other one a failure.
     final_exit_codes: tuple[int, ...] = (0,)

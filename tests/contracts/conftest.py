@@ -103,8 +103,10 @@ def metrics(backend: str, tmp_path: Path) -> MetricSink:
 def open_launcher(backend: str, tmp_path: Path) -> Callable[..., Launcher]:
     """A launcher of fake roles, which do what the variable BEHAVE says; the test closes it."""
 
-    def open_one(*, stop_s: float = 5.0, restart_pause_s: float = 0.01) -> Launcher:
+    def open_one(*, stop_s: float = 5.0, restart_pause_s: float = 0.01, steady_s: float = 60.0) -> Launcher:
         command = [sys.executable, str(FAKE_ROLE)]
-        return ProcessLauncher(tmp_path, command=command, stop_s=stop_s, restart_pause_s=restart_pause_s)
+        return ProcessLauncher(
+            tmp_path, command=command, stop_s=stop_s, restart_pause_s=restart_pause_s, steady_s=steady_s
+        )
 
     return open_one

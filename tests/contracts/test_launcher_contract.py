@@ -77,6 +77,15 @@ async def test_a_crashing_role_is_restarted_so_often_and_then_failed(open_launch
     await launcher.close()
 
 
+async def test_a_role_that_lives_long_enough_before_it_dies_is_in_no_crash_loop(
+    open_launcher: Callable[..., Launcher],
+) -> None:
+    launcher = open_launcher(steady_s=0.0)
+    await launcher.start(spec("a", "crash", max_restarts=1))
+    await status_when(launcher, "a", lambda status: status.num_restarts == 3)
+    await launcher.close()
+
+
 async def test_a_final_exit_code_is_the_end_without_a_restart(open_launcher: Callable[..., Launcher]) -> None:
     launcher = open_launcher()
     await launcher.start(spec("a", "crash", max_restarts=5, final=(0, 1, 3)))

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,10 @@ class _Role:
     ended: asyncio.Future[int]
     state: str = "running"
     num_restarts: int = 0
+    # Of them, those since it last lived long enough to count as steady.
+    num_in_a_row: int = 0
+    # On the monotonic clock: when `process` was made.
+    made: float = field(default_factory=time.monotonic)
     exit_code: int | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: asyncio.Task[None] | None = None
@@ -54,8 +59,8 @@ class ProcessLauncher:
     """Implements `ports.Launcher`. Use it on one event loop.
 
     A role whose process ends with 0 is `exited`; one that dies otherwise is started again up to `spec.max_restarts`
-    times and then `failed`, or at once for an exit code in `spec.final_exit_codes`. A stopped one is `exited`. No two
-    processes of one name live in a run at once, whichever launcher started them.
+    times in a row and then `failed`, or at once for an exit code in `spec.final_exit_codes`. A stopped one is
+    `exited`. No two processes of one name live in a run at once, whichever launcher started them.
     """
 
     def __init__(
@@ -66,16 +71,19 @@ class ProcessLauncher:
         stop_s: float = 10.0,
         restart_pause_s: float = 0.2,
         patience_s: float = 30.0,
+        steady_s: float = 60.0,
     ) -> None:
         """`stop_s`: between SIGTERM and SIGKILL. `restart_pause_s`: before the first restart, doubling, jittered.
 
-        `patience_s`: for the end of a process of the same name that a launcher left that has died.
+        `patience_s`: for the end of a process of the same name that a launcher left that has died. `steady_s`: a
+        process that lived so long was in no crash loop, and has all of its restarts again.
         """
         self._root = root.absolute()
         self._command = tuple(command)
         self._stop_s = stop_s
         self._restart_pause_s = restart_pause_s
         self._patience_s = patience_s
+        self._steady_s = steady_s
         # In order of start.
         self._roles: dict[str, _Role] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -146,12 +154,14 @@ class ProcessLauncher:
             if role.exit_code == 0 or role.stopping.is_set() or self._closing is not None:
                 role.state = "exited"
                 return
+            if time.monotonic() - role.made >= self._steady_s:
+                role.num_in_a_row = 0
             is_final = role.exit_code in role.spec.final_exit_codes
-            if is_final or role.num_restarts >= role.spec.max_restarts:
+            if is_final or role.num_in_a_row >= role.spec.max_restarts:
                 logger.error("%s died with exit code %d and is not started again", role.spec.name, role.exit_code)
                 role.state = "failed"
                 return
-            longest_s = min(self._restart_pause_s * 2**role.num_restarts, _LONGEST_PAUSE_S)
+            longest_s = min(self._restart_pause_s * 2**role.num_in_a_row, _LONGEST_PAUSE_S)
             logger.warning("%s died with exit code %d and is started again", role.spec.name, role.exit_code)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(role.stopping.wait(), timeout=longest_s * random.uniform(0.5, 1.0))
@@ -166,7 +176,8 @@ class ProcessLauncher:
                 role.state = "exited" if role.stopping.is_set() else "failed"
                 return
             role.num_restarts += 1
-            role.process, role.ended = process, ended
+            role.num_in_a_row += 1
+            role.process, role.ended, role.made = process, ended, time.monotonic()
 
     async def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
         lock = await take_lock(lock_path(self._root, spec.run_id, spec.name), self._patience_s)
