@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -127,25 +127,9 @@ def begin() -> None:
 
 def measure(kind: str, total: int) -> float:
     """Messages a second from the word to start until the last one is acknowledged."""
-    with tempfile.TemporaryDirectory() as folder, _place(kind, Path(folder)) as place:
-        if kind in (OURS, BY_HAND):
-            command = [sys.executable, "-m", "benchmarks.queues"]
-        else:
-            command = [str(PEER_PYTHON), str(PEERS / "queue_peers.py")]
-        roles = [
-            subprocess.Popen(
-                [*command, "--role", role, "--kind", kind, "--place", place, "--total", str(total)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-            )
-            for role in ("consume", "produce")
-        ]
-        for process in roles:
-            assert process.stdin is not None and process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError(f"{kind}: a process ended before it was ready")
+    with tempfile.TemporaryDirectory() as folder, _place(kind, Path(folder)) as place, ExitStack() as stack:
+        # One after the other: two processes that make a file at once meet its lock.
+        roles = [stack.enter_context(_role(kind, role, place, total)) for role in ("consume", "produce")]
         begun = time.perf_counter()
         for process in roles:
             assert process.stdin is not None
@@ -157,11 +141,30 @@ def measure(kind: str, total: int) -> float:
         seconds = time.perf_counter() - begun
         if line != "done\n" or producer.wait() or consumer.wait():
             raise RuntimeError(f"{kind}: a process failed")
-        for process in roles:
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
     return total / seconds
+
+
+@contextmanager
+def _role(kind: str, role: str, place: str, total: int) -> Iterator["subprocess.Popen[str]"]:
+    """A producer or consumer that is ready to start; ended afterwards, whatever happened."""
+    if kind in (OURS, BY_HAND):
+        command = [sys.executable, "-m", "benchmarks.queues"]
+    else:
+        command = [str(PEER_PYTHON), str(PEERS / "queue_peers.py")]
+    with subprocess.Popen(
+        [*command, "--role", role, "--kind", kind, "--place", place, "--total", str(total)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"{kind}: the process to {role} ended before it was ready")
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager

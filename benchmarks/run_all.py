@@ -9,8 +9,10 @@ exit code 1; a peer that is missing is named as skipped and does not.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,19 +32,23 @@ def run(name: str, *, quick: bool) -> tuple[list[Line], str | None]:
     """The lines of one benchmark, and what went wrong."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
     lines: list[Line] = []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **QUIET_ENV})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **QUIET_ENV}, start_new_session=True
+    )
     assert process.stdout is not None
-    give_up = time.monotonic() + LONGEST_S[quick]
-    for text in process.stdout:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if text.startswith("{"):
-            lines.append(json.loads(text))
-        if time.monotonic() > give_up:
-            process.kill()
-            process.wait()
-            return lines, f"{name} took longer than {LONGEST_S[quick]:.0f} s and was ended"
-    code = process.wait()
+    # With everything that it started, peers included.
+    watchdog = threading.Timer(LONGEST_S[quick], os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        for text in process.stdout:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if text.startswith("{"):
+                lines.append(json.loads(text))
+        code = process.wait()
+    finally:
+        watchdog.cancel()
+        process.stdout.close()
     return lines, f"{name} ended with exit code {code}" if code else None
 
 
