@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo check format test verify bench bench-peers docs clean
+.PHONY: install demo check format test verify faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -39,10 +39,18 @@ format: install
 test: install
 	$(BIN)/pytest -n 2 -m "not slow" $(TEST_ARGS)
 
-# Everything that runs here. FULL=1 runs the long series whole (three seeds instead of one).
+# Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
+# (three seeds instead of one, and `make faults`).
 verify: check
 	$(BIN)/pytest -n 2
+	$(if $(FULL),$(MAKE) faults)
 	$(MAKE) bench
+
+# Kills and disturbs real runs, checks what is left of each, and writes docs/results/faults.md.
+KILLS ?= 200
+SEED ?= 0
+faults: install
+	$(BIN)/python -m tests.faults.harness --kills $(KILLS) --seed $(SEED) --write
 
 # Peers that are not there are skipped with a line that says so: `make bench-peers` installs them.
 bench: install

@@ -1,0 +1,53 @@
+"""The short form of the fault harness: ten kills over all roles, the other faults, and a disk that fills up."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.faults import disk
+from tests.faults.faults import KILLS, OVER
+from tests.faults.harness import attack, schedule
+
+# Ten kills in all.
+SERIES = (
+    ("kill worker-0", "kill replica-0", "kill trainer"),
+    ("kill control", "kill trainer between writes", "kill replica-1"),
+    ("kill trainer", "kill control"),
+    ("kill worker-0", "kill trainer between writes"),
+)
+DISTURBANCES = (
+    ("pause worker-0", "doubled message", "old weights", "late message"),
+    ("pause replica-0", "SQLite busy", "doubled message", "pause trainer"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("faults", SERIES, ids=lambda faults: "-".join(name.split()[1] for name in faults))
+def test_a_run_whose_roles_are_killed_ends_with_an_exact_account(tmp_path: Path, faults: tuple[str, ...]) -> None:
+    tally = attack(tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
+    assert tally.num_kills == len(faults), tally.outcomes
+    assert not any(outcome == OVER for _, outcome in tally.outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("faults", DISTURBANCES, ids=lambda faults: faults[0].replace(" ", "-"))
+def test_a_run_that_is_disturbed_ends_with_an_exact_account(tmp_path: Path, faults: tuple[str, ...]) -> None:
+    attack(tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(disk.why_not() is not None, reason=disk.why_not() or "")
+def test_a_full_disk_ends_a_run_clearly_and_space_brings_it_to_its_end(tmp_path: Path) -> None:
+    assert "resumed" in disk.fill_disk(tmp_path / "disk")
+
+
+def test_a_schedule_depends_on_its_seed_alone_and_kills_every_role() -> None:
+    assert schedule(Random(7), 20) == schedule(Random(7), 20)
+    assert schedule(Random(7), 20) != schedule(Random(8), 20)
+    planned = schedule(Random(7), 20)
+    assert [planned.count(name) >= 3 for name in KILLS] == [True] * len(KILLS)
+    assert sum(name in KILLS for name in planned) == 20
