@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,17 +86,24 @@ async def test_a_folder_in_the_way_makes_the_backend_unavailable(tmp_path: Path)
     assert files(tmp_path) == []
 
 
+def dead_pid() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
+
+
 async def test_a_copy_that_a_crash_cut_short_is_no_version(tmp_path: Path, source: Path) -> None:
     weights = FolderWeightStore(tmp_path / "weights")
     await weights.publish(ONE, source, "d")
-    abandoned = tmp_path / "weights" / "versions" / ".0123.tmp"
-    abandoned.mkdir()
+    dead = dead_pid()
+    cut_short = tmp_path / "weights" / "versions" / f".{dead}-01.tmp"
+    under_way = tmp_path / "weights" / "versions" / f".{os.getpid()}-23.tmp"
+    for folder in (cut_short, under_way):
+        folder.mkdir()
+    (tmp_path / "weights" / f".{dead}-45.tmp").write_bytes(b"half a pointer")
     await weights.point(ONE)
     await weights.prune([])
-    assert abandoned.exists()
-    os.utime(abandoned, (0, 0))
-    await weights.prune([])
-    assert not abandoned.exists()
+    assert under_way.exists() and not cut_short.exists()
+    under_way.rmdir()
     assert files(tmp_path / "weights") == ["current.json", "versions/1.1/meta.json", "versions/1.1/model.safetensors"]
 
 

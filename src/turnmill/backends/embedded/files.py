@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +24,37 @@ def disk(path: Path) -> Iterator[None]:
         raise BackendUnavailable(f"{path} can't be used: {error}") from error
 
 
+def aside_in(folder: Path) -> Path:
+    """A name that nobody else uses for something that is not whole yet; it says which process makes it."""
+    return folder / f".{os.getpid()}-{uuid.uuid4().hex}.tmp"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what processes left aside in `folder` that died before it was whole."""
+    for path in list(folder.glob(".*-*.tmp")):
+        pid = path.name[1:].partition("-")[0]
+        if not pid.isdecimal() or _lives(int(pid)):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it exists and belongs to somebody else
+    return True
+
+
 def write_atomically(path: Path, *parts: bytes) -> None:
     """Replace the content of `path`: a reader, also after a crash, sees the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{uuid.uuid4().hex}.tmp"
+    aside = aside_in(path.parent)
     try:
         with aside.open("xb") as file:
             for part in parts:

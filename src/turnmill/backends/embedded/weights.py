@@ -3,22 +3,18 @@
 import asyncio
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from turnmill.backends.embedded.files import disk, sync, write_atomically
+from turnmill.backends.embedded.files import aside_in, disk, remove_abandoned, sync, write_atomically
 from turnmill.errors import InvalidInput, NotFound, RecordCorrupt, VersionConflict
 from turnmill.records import Version, WeightVersion, decode, encode
 from turnmill.weights import WEIGHTS_FILE
 
 _META = "meta.json"
-# A copy that a dead process left unfinished is removed after this.
-_ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +78,7 @@ class FolderWeightStore:
         return published
 
     def _copy(self, source: Path, target: Path, meta: _Meta) -> None:
-        aside = self._versions / f".{uuid.uuid4().hex}.tmp"
+        aside = aside_in(self._versions)
         try:
             shutil.copytree(source, aside)
             for path in aside.rglob("*"):
@@ -123,12 +119,11 @@ class FolderWeightStore:
         if not self._versions.exists():
             return
         with disk(self._versions):
+            remove_abandoned(self._versions)
+            remove_abandoned(self._pointer.parent)
             for path in list(self._versions.iterdir()):
-                if path.name.startswith("."):
-                    if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                        shutil.rmtree(path)
-                elif path.name not in kept:
+                if not path.name.startswith(".") and path.name not in kept:
                     # Out of sight first, so that nobody meets half a version.
-                    aside = self._versions / f".{uuid.uuid4().hex}.tmp"
+                    aside = aside_in(self._versions)
                     os.rename(path, aside)
                     shutil.rmtree(aside)
