@@ -41,18 +41,18 @@ def status_of(root: Path, run_id: str) -> dict[str, Any]:
 
 
 def test_a_trainer_that_is_killed_twice_goes_on_and_no_step_is_made_twice(tmp_path: Path) -> None:
-    with start_run(tmp_path, max_steps="6", save_steps="2") as running:
+    with start_run(tmp_path, max_steps="5", save_steps="2") as running:
         for num_steps in (1, 3):
             wait_for_steps(running, num_steps)
             wait_for_death(running, running.kill("trainer"))
         figures = running.finish()
-    assert (figures["status"], figures["steps"]) == ("succeeded", 6)
+    assert (figures["status"], figures["steps"]) == ("succeeded", 5)
     check_accounting(tmp_path, figures)
     check_steps(tmp_path, figures)
 
 
 def test_a_run_whose_control_process_was_killed_is_resumed_to_its_end(tmp_path: Path) -> None:
-    with start_run(tmp_path, save_steps="3", evaluate=True) as running:
+    with start_run(tmp_path, max_steps="3", save_steps="2", evaluate=True) as running:
         wait_for("first step", running.num_steps, running.process)
         run_id, pids = run_id_of(running), running.children()
         refused = turnmill(tmp_path, "resume", run_id)
@@ -66,7 +66,7 @@ def test_a_run_whose_control_process_was_killed_is_resumed_to_its_end(tmp_path: 
     with start_resume(tmp_path, run_id) as resumed:
         figures = resumed.finish()
     assert not any(is_alive(pid) for pid in pids)
-    assert (figures["run_id"], figures["status"], figures["steps"]) == (run_id, "succeeded", 4)
+    assert (figures["run_id"], figures["status"], figures["steps"]) == (run_id, "succeeded", 3)
     assert figures["eval_before"] is not None and figures["eval_after"] is not None
     check_accounting(tmp_path, figures)
     check_steps(tmp_path, figures)
@@ -75,15 +75,15 @@ def test_a_run_whose_control_process_was_killed_is_resumed_to_its_end(tmp_path: 
 
 
 def test_a_stopped_run_goes_on_from_its_last_step(tmp_path: Path) -> None:
-    with start_run(tmp_path, save_steps="2") as running:
-        wait_for_steps(running, 2)
+    with start_run(tmp_path, max_steps="3", save_steps="2") as running:
+        wait_for_steps(running, 1)
         run_id = run_id_of(running)
         running.process.send_signal(signal.SIGINT)
         _, err = running.process.communicate(timeout=60)
     assert running.process.returncode == 130 and f"turnmill resume {run_id}" in err
     with start_resume(tmp_path, run_id) as resumed:
         figures = resumed.finish()
-    assert (figures["status"], figures["steps"]) == ("succeeded", 4)
+    assert (figures["status"], figures["steps"]) == ("succeeded", 3)
     check_accounting(tmp_path, figures)
     check_steps(tmp_path, figures)
 

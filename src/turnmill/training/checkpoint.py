@@ -12,13 +12,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
 
 from turnmill import failpoints
+from turnmill.errors import BackendUnavailable
 from turnmill.records import Version, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -48,23 +51,33 @@ def export(folder: Path, manifest: Manifest, save: Callable[[Path], None]) -> No
     """Make `folder` hold what `save` writes and the manifest; an older one is replaced as a whole.
 
     If the process dies in between, `folder` is the old one, the new one, or (replacing, for an instant) missing with
-    the old one beside it; never a part of either.
+    the old one beside it; never a part of either. Raises `BackendUnavailable` when the disk is full or broken.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            new = aside / "new"
+            new.mkdir()
+            save(new)
+            (new / MANIFEST).write_bytes(encode(manifest))
+            _flush(new)
+            failpoints.hit("checkpoint-written")
+            if folder.exists():
+                folder.rename(aside / "old")
+            new.rename(folder)
+            _flush_entry(folder.parent)
+        finally:
+            shutil.rmtree(aside)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk or safetensors says about `path`, in the words of the ports."""
     try:
-        new = aside / "new"
-        new.mkdir()
-        save(new)
-        (new / MANIFEST).write_bytes(encode(manifest))
-        _flush(new)
-        failpoints.hit("checkpoint-written")
-        if folder.exists():
-            folder.rename(aside / "old")
-        new.rename(folder)
-        _flush_entry(folder.parent)
-    finally:
-        shutil.rmtree(aside)
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BackendUnavailable(f"{path} can't be written: {error}") from error
 
 
 class Checkpoints:

@@ -34,6 +34,7 @@ from turnmill.records import (
     sample_key,
 )
 from turnmill.training.audit import check_fingerprints
+from turnmill.training.checkpoint import writing
 from turnmill.training.collector import get_all, load_calls
 from turnmill.training.history import StoredBatch, write_all
 from turnmill.training.samples import TrainingSample, rows_of, stored_record
@@ -98,11 +99,12 @@ class Stepper:
                 return
         except NotFound:
             pass
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as name:
-            folder = Path(name)
-            await asyncio.to_thread(self.trainer.save_weights, folder)
-            await self._ports.weights.publish(version, folder, digest)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".weights-", dir=self._folder) as name:
+                folder = Path(name)
+                await asyncio.to_thread(self.trainer.save_weights, folder)
+                await self._ports.weights.publish(version, folder, digest)
 
     # ------------------------------------------------------------ record
 

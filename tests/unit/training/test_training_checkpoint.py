@@ -2,7 +2,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from turnmill.errors import BackendUnavailable
 from turnmill.records import Version, decode, encode
 from turnmill.training.checkpoint import Checkpoints, Manifest, export
 
@@ -30,15 +32,16 @@ def test_an_older_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
-def test_a_save_that_fails_leaves_the_older_checkpoint_and_no_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("disk full")])
+def test_a_save_that_fails_leaves_the_older_checkpoint_and_no_rest(tmp_path: Path, error: Exception) -> None:
     folder = tmp_path / "final"
     export(folder, MANIFEST, lambda path: save_text("one", path))
 
     def fail(path: Path) -> None:
         save_text("half", path)
-        raise OSError("disk full")
+        raise error
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(BackendUnavailable, match="final can't be written: disk full"):
         export(folder, MANIFEST, fail)
     assert (folder / "sub" / "weights").read_text(encoding="utf-8") == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
