@@ -122,6 +122,8 @@ class App:
             answer = to_http(error)
             if answer.status == 500:
                 logger.error("%s", error)
+            elif isinstance(error, BackendUnavailable):
+                self.sessions.fail(error)
             status, body = answer.status, answer.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})

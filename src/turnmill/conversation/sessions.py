@@ -25,7 +25,15 @@ from turnmill.conversation.history import ended_message, write_samples
 from turnmill.conversation.leases import CALL_RANGE, Lease, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
 from turnmill.conversation.requests import ChatRequest, Report
-from turnmill.errors import Conflict, GenerationFailed, InvalidRequest, LeaseLost, ShuttingDown, Unauthorized
+from turnmill.errors import (
+    BackendUnavailable,
+    Conflict,
+    GenerationFailed,
+    InvalidRequest,
+    LeaseLost,
+    ShuttingDown,
+    Unauthorized,
+)
 from turnmill.ports import Leased, RunPorts, Write
 from turnmill.records import Call, Run, SampleRecord, SampleState, Sampling, StopReason, WorkerStatus, encode
 
@@ -68,6 +76,8 @@ class Sessions:
         self._workers: set[str] = set()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        # What nobody can be served any more for.
+        self._failure: BackendUnavailable | None = None
 
     @property
     def num_attempts(self) -> int:
@@ -99,8 +109,17 @@ class Sessions:
     def is_healthy(self) -> bool:
         return not self._stopping.is_set() and not any(task.done() for task in self._tasks)
 
+    def fail(self, error: BackendUnavailable) -> None:
+        """Stop serving: the backend has made its own retries, and workers that try again would wait without end."""
+        if self._failure is None and not self._stopping.is_set():
+            logger.critical("no conversation can go on: %s", error)
+            self._failure = error
+            self.stop()
+
     def check(self) -> None:
-        """Raise what ended a background task, for a supervisor that must know: nobody is answered any more."""
+        """Raise what ended a background task or the serving, for a supervisor: nobody is answered any more."""
+        if self._failure is not None:
+            raise self._failure
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()

@@ -301,6 +301,18 @@ async def test_without_its_backend_the_proxy_refuses_at_once_and_says_so(world: 
         assert response.status == 503
 
 
+async def test_a_file_that_cannot_be_written_ends_the_serving_instead_of_letting_workers_wait(
+    world: "World",
+) -> None:
+    rollout = await world.begin()
+    world.sessions.check()
+    (world.root / "runs" / "run-1" / "queues" / "rollout_response.db").mkdir()
+    assert (await world.report(rollout)).status == 503
+    with pytest.raises(BackendUnavailable, match=r"rollout_response\.db can't be used"):
+        world.sessions.check()
+    assert (await world.lease(wait_s=20)).status == 503
+
+
 async def test_five_hundred_connections_are_served_at_once(world: "World") -> None:
     rollout = await world.begin()
     world.replica.may_answer.clear()
