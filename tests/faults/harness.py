@@ -12,9 +12,12 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
+import textwrap
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,6 +38,11 @@ OTHERS_A_KILL = 0.4
 # A run has to live until all of them were done.
 STEPS_A_RUN, STEPS_A_FAULT = 4, 3
 
+_WHAT_HOLDS = """Every run has a control process, a worker, two replicas and a trainer; faults come at random moments, or
+between two chosen writes of a step. After each run it is checked, by query: every request ended in exactly one way,
+each batch was applied once and gives the recorded weights when it is made again, steps, versions and metrics agree, the
+final checkpoint holds the weights of the last batch, and no process, port, pipe or temporary file is left."""
+
 
 @dataclass
 class Tally:
@@ -53,14 +61,6 @@ class Tally:
     def num_kills(self) -> int:
         return sum(num for (fault, _), num in self.outcomes.items() if fault in KILLS)
 
-    def add(self, other: "Tally") -> None:
-        self.outcomes += other.outcomes
-        self.requests += other.requests
-        self.num_runs += other.num_runs
-        self.num_steps += other.num_steps
-        self.num_resumed += other.num_resumed
-        self.defects += other.defects
-
 
 def schedule(random: Random, kills: int) -> list[str]:
     """The faults of a run, in order: the kills spread evenly over the roles, the others in between."""
@@ -70,9 +70,9 @@ def schedule(random: Random, kills: int) -> list[str]:
     return names
 
 
-def attack(root: Path, faults: Sequence[str], random: Random, *, max_steps: int, say: bool = True) -> Tally:
-    """One run with these faults, to its end and its verdict; raises `Defect`."""
-    tally = Tally(num_runs=1, num_steps=max_steps)
+def attack(tally: Tally, root: Path, faults: Sequence[str], random: Random, *, max_steps: int) -> None:
+    """One run with these faults, to its end and its verdict; adds to `tally` and raises `Defect`."""
+    tally.num_runs += 1
     every: dict[str, Fault] = KILLS | OTHERS
     with ExitStack() as stack:
         victim = Victim(root=root, stack=stack, parameters={**PARAMETERS, "max_steps": str(max_steps)})
@@ -87,15 +87,15 @@ def attack(root: Path, faults: Sequence[str], random: Random, *, max_steps: int,
             outcome = every[name](victim, random)
             if outcome != OVER:
                 tally.outcomes[name, outcome] += 1
-            if say:
-                step = victim.running.num_steps()
-                print(f"  step {step}: {name}: {outcome} ({time.monotonic() - begun:.1f} s)", flush=True)
+            step = victim.running.num_steps()
+            print(f"  step {step}: {name}: {outcome} ({time.monotonic() - begun:.1f} s)", flush=True)
             if victim.has_ended:
                 break
-        figures = victim.finish()
-        tally.requests += Counter(judge(victim, figures))
-        tally.num_resumed = victim.num_resumed
-    return tally
+        tally.num_resumed += victim.num_resumed
+        counts = judge(victim, victim.finish())
+        print(f"  the account is exact: {counts}", flush=True)
+        tally.requests += Counter(counts)
+        tally.num_steps += max_steps
 
 
 def _pause(victim: Victim, random: Random) -> None:
@@ -116,10 +116,12 @@ def fire(kills: int, seed: int, folder: Path) -> Tally:
         print(f"run {number}: {planned} kills planned, {total.num_kills} of {kills} made", flush=True)
         try:
             faults = schedule(random, planned)
-            total.add(attack(root, faults, random, max_steps=STEPS_A_RUN + STEPS_A_FAULT * len(faults)))
-        except Defect as defect:
-            total.num_runs += 1
-            total.defects.append(f"run {number} of seed {seed} ({root}): {defect}")
+            attack(total, root, faults, random, max_steps=STEPS_A_RUN + STEPS_A_FAULT * len(faults))
+            shutil.rmtree(root)
+        except Exception as defect:  # the boundary of one run: whatever it is, it is told and counted
+            if not isinstance(defect, Defect):
+                traceback.print_exc()
+            total.defects.append(f"run {number} of seed {seed} ({root}): {defect!r}")
             print(f"DEFECT {total.defects[-1]}", file=sys.stderr, flush=True)
         number += 1
     return total
@@ -127,19 +129,12 @@ def fire(kills: int, seed: int, folder: Path) -> Tally:
 
 def page(tally: Tally, seed: int, disk_outcome: str, seconds: float) -> str:
     """The tables in Markdown."""
-    rows = [
-        "# Runs under fire, measured",
-        "",
-        f"`make faults` wrote this page: seed {seed}, {tally.num_runs} runs, {tally.num_steps} optimizer steps,",
-        f"{tally.num_kills} kills, {seconds / 60:.0f} minutes. Every run has a control process, a worker, two replicas",
-        "and a trainer; faults come at random moments, or between two chosen writes of a step. After each run it is",
-        "checked, by query: every request ended in exactly one way, each batch was applied once and gives the recorded",
-        "weights when it is made again, steps, versions and metrics agree, the final checkpoint holds the weights of",
-        "the last batch, and no process, port, pipe or temporary file is left.",
-        "",
-        "| fault | outcome | times |",
-        "|---|---|---|",
-    ]
+    about = (
+        f"`make faults` wrote this page: seed {seed}, {tally.num_runs} runs, {tally.num_resumed} times resumed, "
+        f"{tally.num_steps} optimizer steps, {tally.num_kills} kills, {seconds / 60:.0f} minutes. {_WHAT_HOLDS}"
+    )
+    rows = ["# Runs under fire, measured", "", *textwrap.wrap(about, 120)]
+    rows += ["", "| fault | outcome | times |", "|---|---|---|"]
     names = [*KILLS, *OTHERS]
     ordered = sorted(tally.outcomes.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
     rows += [f"| {fault} | {outcome} | {num} |" for (fault, outcome), num in ordered]

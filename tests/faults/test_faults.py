@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults import disk
 from tests.faults.faults import KILLS, OVER
-from tests.faults.harness import attack, schedule
+from tests.faults.harness import Tally, attack, schedule
 
 # Ten kills in all.
 SERIES = (
@@ -26,7 +26,8 @@ DISTURBANCES = (
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("faults", SERIES, ids=lambda faults: "-".join(name.split()[1] for name in faults))
 def test_a_run_whose_roles_are_killed_ends_with_an_exact_account(tmp_path: Path, faults: tuple[str, ...]) -> None:
-    tally = attack(tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
+    tally = Tally()
+    attack(tally, tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
     assert tally.num_kills == len(faults), tally.outcomes
     assert not any(outcome == OVER for _, outcome in tally.outcomes)
 
@@ -35,7 +36,7 @@ def test_a_run_whose_roles_are_killed_ends_with_an_exact_account(tmp_path: Path,
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("faults", DISTURBANCES, ids=lambda faults: faults[0].replace(" ", "-"))
 def test_a_run_that_is_disturbed_ends_with_an_exact_account(tmp_path: Path, faults: tuple[str, ...]) -> None:
-    attack(tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
+    attack(Tally(), tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
 
 
 @pytest.mark.slow
