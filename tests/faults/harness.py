@@ -38,10 +38,10 @@ OTHERS_A_KILL = 0.4
 # A run has to live until all of them were done.
 STEPS_A_RUN, STEPS_A_FAULT = 4, 3
 
-_WHAT_HOLDS = """Every run has a control process, a worker, two replicas and a trainer; faults come at random moments, or
-between two chosen writes of a step. After each run it is checked, by query: every request ended in exactly one way,
-each batch was applied once and gives the recorded weights when it is made again, steps, versions and metrics agree, the
-final checkpoint holds the weights of the last batch, and no process, port, pipe or temporary file is left."""
+_WHAT_HOLDS = """Every run has a control process, a worker, two replicas and a trainer; faults come at random moments,
+or between two chosen writes of a step. After each run it is checked, by query: every request ended in exactly one way,
+each batch was applied once and gives the recorded weights when it is made again, steps, versions and metrics agree,
+the final checkpoint holds the weights of the last batch, and no process, port, pipe or temporary file is left."""
 
 
 @dataclass
