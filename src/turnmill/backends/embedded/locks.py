@@ -29,7 +29,8 @@ async def take_lock(path: Path, patience_s: float) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        await _wait(fd, path.name.removesuffix(_SUFFIX), patience_s)
+        with disk(path):
+            await _wait(fd, path.name.removesuffix(_SUFFIX), patience_s)
     except BaseException:
         os.close(fd)
         raise
