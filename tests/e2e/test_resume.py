@@ -150,6 +150,7 @@ POINTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("points", [POINTS[:4], POINTS[4:8], POINTS[8:]], ids=lambda points: points[0])
 def test_a_trainer_killed_between_any_two_writes_of_a_step_makes_it_once(
     tmp_path: Path, points: tuple[str, ...]
@@ -173,6 +174,7 @@ def test_a_trainer_killed_between_any_two_writes_of_a_step_makes_it_once(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_from_the_checkpoint_of_step_10_the_batches_of_steps_11_to_20_give_the_same_bits(tmp_path: Path) -> None:
     with start_run(tmp_path, max_steps="20") as running:
         run_id = running.finish()["run_id"]
