@@ -127,10 +127,10 @@ def fire(kills: int, seed: int, folder: Path) -> Tally:
     return total
 
 
-def page(tally: Tally, seed: int, disk_outcome: str, seconds: float) -> str:
+def page(tally: Tally, kills: int, seed: int, disk_outcome: str, seconds: float) -> str:
     """The tables in Markdown."""
     about = (
-        f"`make faults` wrote this page: seed {seed}, {tally.num_runs} runs, {tally.num_resumed} times resumed, "
+        f"`make faults KILLS={kills} SEED={seed}` wrote this page: {tally.num_runs} runs, {tally.num_resumed} times resumed, "
         f"{tally.num_steps} optimizer steps, {tally.num_kills} kills, {seconds / 60:.0f} minutes. {_WHAT_HOLDS}"
     )
     rows = ["# Runs under fire, measured", "", *textwrap.wrap(about, 120)]
@@ -165,7 +165,7 @@ def main() -> None:
             disk_outcome = "defect"
             tally.defects.append(f"disk full: {defect}")
             print(f"DEFECT {tally.defects[-1]}", file=sys.stderr, flush=True)
-    text = page(tally, args.seed, disk_outcome, time.monotonic() - begun)
+    text = page(tally, args.kills, args.seed, disk_outcome, time.monotonic() - begun)
     print(text)
     if args.write:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
