@@ -130,8 +130,9 @@ def fire(kills: int, seed: int, folder: Path) -> Tally:
 def page(tally: Tally, kills: int, seed: int, disk_outcome: str, seconds: float) -> str:
     """The tables in Markdown."""
     about = (
-        f"`make faults KILLS={kills} SEED={seed}` wrote this page: {tally.num_runs} runs, {tally.num_resumed} times resumed, "
-        f"{tally.num_steps} optimizer steps, {tally.num_kills} kills, {seconds / 60:.0f} minutes. {_WHAT_HOLDS}"
+        f"`make faults KILLS={kills} SEED={seed}` wrote this page: {tally.num_runs} runs, {tally.num_resumed} times "
+        f"resumed, {tally.num_steps} optimizer steps, {tally.num_kills} kills, {seconds / 60:.0f} minutes. "
+        f"{_WHAT_HOLDS}"
     )
     rows = ["# Runs under fire, measured", "", *textwrap.wrap(about, 120)]
     rows += ["", "| fault | outcome | times |", "|---|---|---|"]
