@@ -166,6 +166,8 @@ def main() -> None:
             disk_outcome = "defect"
             tally.defects.append(f"disk full: {defect}")
             print(f"DEFECT {tally.defects[-1]}", file=sys.stderr, flush=True)
+    if not tally.defects:
+        shutil.rmtree(folder)
     text = page(tally, args.kills, args.seed, disk_outcome, time.monotonic() - begun)
     print(text)
     if args.write:
