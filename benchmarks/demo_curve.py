@@ -4,7 +4,7 @@
 
 Bounds (all seeds): mean reward over all valid rollouts below 0.10 at the first step and at least 0.70 over the last 10;
 held-out solve rate below 0.10 before and at least 0.40 after; training part at most 8 minutes on 2 idle cores. The load
-of the machine is recorded, and the time bound is judged only where the machine was idle at the start.
+of the machine is recorded beside them.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "wordle-demo.md"
 MAX_TRAIN_S = 480.0
-IDLE_LOAD = 0.5
 
 
 def run_demo(seed: int, root: Path) -> dict[str, Any]:
@@ -40,9 +39,8 @@ def problems(figures: dict[str, Any]) -> list[str]:
         "eval_before < 0.10": figures["eval_before"] < 0.10,
         "eval_after >= 0.40": figures["eval_after"] >= 0.40,
         "steps <= 100": figures["steps"] <= 100,
+        f"train_s <= {MAX_TRAIN_S:.0f}": figures["train_s"] <= MAX_TRAIN_S,
     }
-    if figures["load_before"] <= IDLE_LOAD:
-        bounds[f"train_s <= {MAX_TRAIN_S:.0f}"] = figures["train_s"] <= MAX_TRAIN_S
     return [f"seed {figures['seed']}: not {bound}" for bound, holds in bounds.items() if not holds]
 
 
