@@ -256,17 +256,18 @@ async def test_a_message_about_an_ended_sample_is_acked_and_its_end_told_again(w
     assert (await world.ports.rollout_request.counts()).in_flight == 0
 
 
-async def test_a_worker_that_went_away_uses_up_no_attempt(world: "World") -> None:
-    def is_polling() -> bool:
-        return any(task.get_name() == "sessions-take" for task in asyncio.all_tasks())
-
-    waiting = asyncio.create_task(world.lease(wait_s=20))
-    while not is_polling():  # noqa: ASYNC110 - a poll inside the server has no event
+async def until_polling(is_wanted: bool) -> None:
+    """Until a lease request waits in the server, or none does any more: inside the server that has no event."""
+    while any(task.get_name() == "sessions-take" for task in asyncio.all_tasks()) != is_wanted:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_went_away_uses_up_no_attempt(world: "World") -> None:
+    waiting = asyncio.create_task(world.lease(wait_s=20))
+    await until_polling(True)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    while is_polling():  # noqa: ASYNC110 - as above
-        await asyncio.sleep(0.01)
+    await until_polling(False)
     assert (await world.begin())["attempt"] == 1
 
 
@@ -280,6 +281,7 @@ async def test_who_waits_when_the_proxy_closes_gets_503(world: "World") -> None:
         calls = [asyncio.create_task(second.chat(second.here(rollout), "Guess.")) for _ in range(3)]
         lease = asyncio.create_task(second.lease(wait_s=20))
         await world.replica.was_asked.wait()
+        await until_polling(True)
     assert [answer.status for answer in await asyncio.gather(*calls)] == [503, 503, 503]
     assert (await lease).body == {"rollouts": []}
 
