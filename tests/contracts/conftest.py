@@ -36,8 +36,8 @@ def child(backend: str, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def hands() -> list[float]:
-    """The clock of the queues that `open_queue` opens: one element, Unix seconds; tests move it."""
-    return [1_700_000_000.0]
+    """The clock of the queues that `open_queue` opens: one element, seconds; tests move it."""
+    return [1_000_000.0]
 
 
 @pytest.fixture

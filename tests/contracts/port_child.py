@@ -1,6 +1,8 @@
 """Another process on the same ports, run by the suites: BACKEND FOLDER VERB ARGUMENT..."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -47,6 +49,13 @@ async def consume(folder: Path, times: str) -> None:
     queue.close()
 
 
+async def lease(folder: Path, lease_s: str) -> None:
+    """Lease one message, print its body and die with it."""
+    [leased] = await SqliteQueue(folder / "queue.db").lease(max_messages=1, lease_s=float(lease_s))
+    print(leased.body.decode(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def drain(folder: Path) -> None:
     """Take what comes, together with others, until all messages are gone; print the bodies."""
     queue = SqliteQueue(folder / "queue.db")
@@ -64,6 +73,7 @@ VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "write_forever": write_forever,
     "consume": consume,
     "drain": drain,
+    "lease": lease,
 }
 
 

@@ -5,6 +5,10 @@
 
 Only the oldest message of a group, its head, is ever ready or hidden, so a blocked group costs a lease nothing: what
 can be leased is one index, in the order of arrival.
+
+Times are those of the machine's monotonic clock, which all of its processes share (see `time.monotonic`): by the wall
+clock, setting it back by an hour would keep the messages of a dead consumer hidden for an hour, and setting it forward
+would end all leases at once. It begins anew with the machine, which no consumer outlives.
 """
 
 import asyncio
@@ -30,6 +34,7 @@ CREATE TABLE IF NOT EXISTS messages (
     grp TEXT NOT NULL,
     body BLOB NOT NULL,
     state INTEGER NOT NULL,
+    hidden_at REAL NOT NULL DEFAULT 0,
     visible_at REAL NOT NULL DEFAULT 0,
     token TEXT,
     num_receives INTEGER NOT NULL DEFAULT 0
@@ -55,7 +60,7 @@ _PROMOTE = """
 UPDATE messages SET state = 1 WHERE state = 0 AND id = (SELECT id FROM messages WHERE grp = ? ORDER BY id LIMIT 1)
 """
 _LEASE = """
-UPDATE messages SET state = 2, visible_at = ?, token = ?, num_receives = num_receives + 1
+UPDATE messages SET state = 2, hidden_at = ?, visible_at = ?, token = ?, num_receives = num_receives + 1
 WHERE id IN (SELECT id FROM messages WHERE state = 1 ORDER BY id LIMIT ?)
 RETURNING id, grp, body, num_receives
 """
@@ -64,7 +69,8 @@ RETURNING id, grp, body, num_receives
 class SqliteQueue:
     """Implements `ports.Queue`. A lease is lost at the moment it runs out, whether or not another took the message.
 
-    A receipt is `<message id>.<token of the lease>`. `clock` gives Unix seconds; tests move it.
+    A receipt is `<message id>.<token of the lease>`. `clock` gives seconds since some moment, the same one for all who
+    open the queue, and never goes back while one of them lives; tests move it.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class SqliteQueue:
         path: Path,
         *,
         max_receives: int = 20,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         busy_s: float = BUSY_S,
     ) -> None:
         self._max_receives = max_receives
@@ -82,6 +88,8 @@ class SqliteQueue:
         self._db = Database(path, _SCHEMA, busy_s=busy_s, after_commit=self._ring)
         # Set in the file's thread by operations that made a message ready.
         self._news = False
+        # Set in the file's thread once the times of an earlier clock are gone.
+        self._is_settled = False
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
 
     # ------------------------------------------------------------ work
@@ -190,7 +198,7 @@ class SqliteQueue:
             self._bell.ring()
 
     def _send(self, connection: sqlite3.Connection, *, messages: Sequence[Message]) -> None:
-        now = self._clock()
+        now = self._settled_clock(connection)
         connection.execute("DELETE FROM sent WHERE sent_at <= ?", (now - DEDUP_WINDOW_S,))
         for message in messages:
             new = connection.execute("INSERT OR IGNORE INTO sent VALUES (?, ?)", (message.dedup_id, now)).rowcount
@@ -199,30 +207,41 @@ class SqliteQueue:
                 self._news = True
 
     def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
-        now = self._clock()
+        now = self._settled_clock(connection)
         connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND visible_at <= ?", (now,))
         token = secrets.token_hex(8)
         leased: list[Leased] = []
         while len(leased) < max_messages:
+            found = connection.execute(_LEASE, (now, now + lease_s, token, max_messages - len(leased))).fetchall()
             # RETURNING promises no order.
-            rows = sorted(connection.execute(_LEASE, (now + lease_s, token, max_messages - len(leased))).fetchall())
+            rows = sorted(found)
             if not rows:
                 break
             for row_id, group, body, num_receives in rows:
                 if num_receives > self._max_receives:
-                    self._bury(connection, row_id, now)
+                    self._bury(connection, row_id)
                     self._promote(connection, [group])
                 else:
                     receipt = f"{row_id}.{token}"
                     leased.append(Leased(body=body, group=group, receipt=receipt, num_receives=num_receives))
         return leased
 
-    def _bury(self, connection: sqlite3.Connection, row_id: int, now: float) -> None:
+    def _settled_clock(self, connection: sqlite3.Connection) -> float:
+        """The time; what is dated later is of before the machine was started, and its consumers are gone."""
+        now = self._clock()
+        if not self._is_settled:
+            self._is_settled = True
+            connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND hidden_at > ?", (now,))
+            # Remembered for another window: longer than needed is safe.
+            connection.execute("UPDATE sent SET sent_at = ?1 WHERE sent_at > ?1", (now,))
+        return now
+
+    def _bury(self, connection: sqlite3.Connection, row_id: int) -> None:
         """Move a message to the dead letters, with the number of times that it was delivered."""
         connection.execute(
             "INSERT INTO dead (grp, body, num_receives, dead_at)"
             " SELECT grp, body, num_receives - 1, ? FROM messages WHERE id = ?",
-            (now, row_id),
+            (time.time(), row_id),
         )
         connection.execute("DELETE FROM messages WHERE id = ?", (row_id,))
 
@@ -234,9 +253,12 @@ class SqliteQueue:
 
     def _extend(self, connection: sqlite3.Connection, *, receipts: Sequence[str], lease_s: float) -> list[bool]:
         now = self._clock()
-        statement = "UPDATE messages SET visible_at = ? WHERE id = ? AND token = ? AND state = 2 AND visible_at > ?"
+        statement = (
+            "UPDATE messages SET hidden_at = ?, visible_at = ? WHERE id = ? AND token = ? AND state = 2"
+            " AND visible_at > ?"
+        )
         return [
-            connection.execute(statement, (now + lease_s, *_parse_receipt(receipt), now)).rowcount == 1
+            connection.execute(statement, (now, now + lease_s, *_parse_receipt(receipt), now)).rowcount == 1
             for receipt in receipts
         ]
 
@@ -254,11 +276,11 @@ class SqliteQueue:
         now = self._clock()
         state = _HIDDEN if delay_s > 0 else _READY
         statement = (
-            "UPDATE messages SET state = ?, visible_at = ?, token = NULL"
+            "UPDATE messages SET state = ?, hidden_at = ?, visible_at = ?, token = NULL"
             " WHERE id = ? AND token = ? AND state = 2 AND visible_at > ?"
         )
         for receipt in receipts:
-            changed = connection.execute(statement, (state, now + delay_s, *_parse_receipt(receipt), now)).rowcount
+            changed = connection.execute(statement, (state, now, now + delay_s, *_parse_receipt(receipt), now)).rowcount
             if changed and state == _READY:
                 self._news = True
 
