@@ -63,7 +63,7 @@ async def _digests(root: Path, run_id: str, samples: list[SampleRecord], batches
                         for s, of_sample in zip(members, calls, strict=True)
                     ]
                 )
-            await asyncio.to_thread(trainer.step, groups)
+            await asyncio.to_thread(trainer.step, groups, batch.parts)
             digests.append(trainer.fingerprint())
         return digests
     finally:

@@ -1,9 +1,18 @@
-"""Do the replicas serve the weights that they say: their fingerprints against the trainer's."""
+"""Do the replicas serve the weights that they say: fingerprints and log-probs against the trainer's.
+
+Axes: N trained tokens of a micro-batch.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
+from turnmill.config import Config
 from turnmill.errors import AuditFailed
 from turnmill.records import ReplicaStatus
+from turnmill.training.microbatches import MicroBatch
+from turnmill.training.samples import Row
 
 
 def check_fingerprints(
@@ -38,3 +47,46 @@ def check_fingerprints(
             if before is not None and found in (trained[before], replica.fingerprints.get(before)):
                 raise AuditFailed(f"{text}which are still the weights of {before}; the trainer's is {trained[version]}")
             raise AuditFailed(f"{text}the trainer's is {trained[version]}")
+
+
+class TokenAudit:
+    """|trainer - sampler| log-prob over the tokens of a batch, with the worst token as evidence."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self.num_tokens = 0
+        self.max = 0.0
+        self.worst = ""
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(1, self.num_tokens)
+
+    def add(self, rows: Sequence[Row], batch: MicroBatch, logprobs_n: Tensor) -> None:
+        """Count the tokens of a micro-batch of `rows`; `logprobs_n` are the trainer's."""
+        delta_n = (logprobs_n - batch.sampled_n).abs().double()
+        # A log-prob that is no number is the worst there is.
+        delta_n = torch.where(delta_n.isnan(), torch.inf, delta_n)
+        self._sum += float(delta_n.sum())
+        self.num_tokens += len(delta_n)
+        largest, n = delta_n.max(dim=0)
+        if not self.worst or float(largest) > self.max:
+            self.max = float(largest)
+            row = rows[batch.rows[int(batch.rows_n[n])]]
+            position = int(batch.positions_n[n])
+            span = row.span_at(position)
+            self.worst = (
+                f"{row.key}, call {span.call_id} (version {span.version}), token {int(batch.tokens_n[n])} at position "
+                f"{position - span.start} of the call ({position} of the row): trainer {float(logprobs_n[n]):.6f}, "
+                f"sampler {float(batch.sampled_n[n]):.6f}"
+            )
+
+    def check(self, config: Config) -> None:
+        """Raise `AuditFailed` with the worst token."""
+        if self.mean <= config.audit_mean_tolerance and self.max <= config.audit_max_tolerance:
+            return
+        raise AuditFailed(
+            f"trainer and sampler disagree over {self.num_tokens} tokens: |log-prob difference| mean {self.mean:.3g} "
+            f"(limit {config.audit_mean_tolerance:g}), max {self.max:.3g} (limit {config.audit_max_tolerance:g}); "
+            f"worst: {self.worst}"
+        )

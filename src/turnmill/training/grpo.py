@@ -11,7 +11,7 @@ Every sampled token weighs the same, and each one is in exactly one row: how a c
 Axes: G groups, S samples of a group, N sampled tokens of one micro-batch (flat), V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class LossTerms:
     kl_reference: Tensor | None
     entropy: Tensor
 
+    def detached(self) -> "LossTerms":
+        """The numbers without what the gradient needs."""
+        return replace(self, loss=self.loss.detach())
+
 
 def token_loss(
     *,
@@ -79,7 +83,7 @@ def token_loss(
     """Loss of one micro-batch, -sum(min(r A, clip(r) A) + ent H - kl k3) / num_tokens, r = exp(policy - sampler).
 
     `num_tokens` counts the trained tokens of the whole batch, so that the gradients of micro-batches sum to the
-    gradient of the batch, however it was cut.
+    gradient of the batch, however it was cut. With 1, sums are what comes out, to be divided when the batch is known.
     """
     log_ratio_n = logprobs_n - sampled_n
     ratio_n = log_ratio_n.exp()

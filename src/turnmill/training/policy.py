@@ -4,7 +4,8 @@ Axes: B rows of a micro-batch, T positions, N selected positions, V vocabulary, 
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,54 @@ def _raw(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], bytes]:
     return name, str(tensor.dtype), tuple(tensor.shape), raw.numpy().tobytes()
 
 
+class _Narrow:
+    """Lets a block that looks at each position by itself see the selected ones only; elsewhere it adds zeros.
+
+    For the feed-forward block of the last layer: nobody reads what comes out of that layer where nothing is selected.
+    """
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        # Flat (row, position) of the selected positions; None: all of them.
+        self._index_n: Tensor | None = None
+        # Whether the last pass over all positions took one tensor and gave one like it.
+        self.fits = False
+        block.register_forward_pre_hook(self._select)
+        block.register_forward_hook(self._spread)
+
+    @contextmanager
+    def to(self, index_n: Tensor) -> Iterator[None]:
+        """Narrow the passes made meanwhile."""
+        self._index_n = index_n
+        try:
+            yield
+        finally:
+            self._index_n = None
+
+    def _select(self, _: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        if self._index_n is None:
+            return None
+        (hidden_btd,) = arguments
+        self._shape: tuple[int, int, int] = hidden_btd.shape
+        return (hidden_btd.flatten(0, 1).index_select(0, self._index_n)[None],)
+
+    def _spread(self, _: torch.nn.Module, arguments: tuple[Any, ...], added: Any) -> Tensor | None:
+        if self._index_n is None:
+            self.fits = len(arguments) == 1 and isinstance(added, Tensor) and added.shape == arguments[0].shape
+            return None
+        num_rows, width, size = self._shape
+        zeros_md: Tensor = added.new_zeros(num_rows * width, size)
+        return zeros_md.index_copy(0, self._index_n, added[0]).view(num_rows, width, size)
+
+
 class Policy:
     """A causal language model in fp32, always in evaluation mode: with dropout, trainer and sampler would disagree."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.has_plain_head = self._head_is_plain()
+        self._narrow: _Narrow | None = None
+        if self.has_plain_head:
+            self._narrow = self._narrowed()
 
     @classmethod
     def load(cls, folder: Path) -> "Policy":
@@ -79,17 +122,39 @@ class Policy:
         full_btv = self.model(input_ids=ids_bt, use_cache=False).logits
         return logits_btv.shape == full_btv.shape and torch.allclose(logits_btv, full_btv, rtol=1e-5, atol=1e-5)
 
+    @torch.no_grad()
+    def _narrowed(self) -> _Narrow | None:
+        """For models with `layers[-1].mlp` that give the same logits that way."""
+        layers = getattr(self.model.base_model, "layers", None)
+        block = getattr(layers[-1], "mlp", None) if isinstance(layers, torch.nn.ModuleList) else None
+        if block is None:
+            return None
+        narrow = _Narrow(block)
+        ids_bt = torch.arange(min(16, self.model.config.vocab_size))[None, :]
+        full_tv = self.model(input_ids=ids_bt, use_cache=False).logits[0]
+        if not narrow.fits:
+            return None
+        positions_n = torch.arange(0, len(full_tv), 2)
+        with narrow.to(positions_n):
+            narrowed_tv = self.model(input_ids=ids_bt, use_cache=False).logits[0]
+        same = torch.allclose(narrowed_tv[positions_n], full_tv[positions_n], rtol=1e-5, atol=1e-5)
+        return narrow if same else None
+
     def logits(self, ids_bt: Tensor, rows_n: Tensor, positions_n: Tensor) -> Tensor:
         """[N, V] logits at (row, position) of right-padded ids.
 
         Causal attention keeps the padding, which is to the right, away from every real token, so no mask is needed.
-        Where the head is plain, it runs on the selected positions only: most tokens of a conversation are not trained.
+        Where the head is plain, it runs on the selected positions only, and so does the feed-forward block of the last
+        layer: most tokens of a conversation are not trained. Each (row, position) comes once.
         """
         if not self.has_plain_head:
             full_btv: Tensor = self.model(input_ids=ids_bt, use_cache=False).logits
             return full_btv[rows_n, positions_n]
-        hidden_btd = self.model.base_model(input_ids=ids_bt, use_cache=False).last_hidden_state
-        selected_nv: Tensor = self.model.get_output_embeddings()(hidden_btd[rows_n, positions_n])
+        index_n = rows_n * ids_bt.shape[1] + positions_n
+        with self._narrow.to(index_n) if self._narrow is not None else nullcontext():
+            hidden_btd = self.model.base_model(input_ids=ids_bt, use_cache=False).last_hidden_state
+        selected_nd = hidden_btd.flatten(0, 1).index_select(0, index_n)
+        selected_nv: Tensor = self.model.get_output_embeddings()(selected_nd)
         return selected_nv
 
     def fingerprint(self) -> str:

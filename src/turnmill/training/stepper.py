@@ -176,7 +176,7 @@ class Stepper:
         try:
             samples = [sample for sample, _ in taken.samples]
             groups = await self._load(taken.batch, samples, is_vouched=is_vouched)
-            result = await asyncio.to_thread(self.trainer.step, groups)
+            result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts)
             stepped = time.monotonic()
             await other
         finally:
@@ -209,7 +209,7 @@ class Stepper:
         """Make the step of an applied batch again; raises `AuditFailed` unless it gives the recorded weights."""
         samples = [sample for sample, _ in await self._read(batch, SampleState.TRAINED)]
         groups = await self._load(batch, samples, is_vouched=False)
-        result = await asyncio.to_thread(self.trainer.step, groups)
+        result = await asyncio.to_thread(self.trainer.step, groups, batch.parts)
         digest = await asyncio.to_thread(self.trainer.fingerprint)
         if digest != batch.digest or batch.version is None:
             raise AuditFailed(

@@ -1,15 +1,20 @@
 """One optimizer step: rows -> micro-batches -> log-probs -> audit, loss, gradients -> AdamW.
 
-The audit comes before the update: the same tokens, scored with the weights that sampled them, must get the log-probs
-that the sampler recorded. It is decided over the whole batch, in the pass that computes the gradients anyway.
+    accumulate -> ... -> accumulate -> finish        the same as `step` with all groups and the same parts
+                                    -> abandon       nothing of them is left
+
+Gradients are summed over tokens, part by part in draw order, and divided by the number of tokens at the end: so the
+first parts can be made before it is known how many tokens the batch will have. The audit comes before the update: the
+same tokens, scored with the weights that sampled them, must get the log-probs that the sampler recorded. It is decided
+over the whole batch, in the passes that compute the gradients anyway.
 
 Axes: G groups, S samples of a group, B rows of a micro-batch, T positions, N trained tokens, V vocabulary.
 """
 
-import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -17,15 +22,13 @@ import torch
 from torch import Tensor
 
 from turnmill.config import Config
-from turnmill.errors import AuditFailed, NoProgress
+from turnmill.errors import NoProgress
+from turnmill.records import Part
+from turnmill.training.audit import TokenAudit
 from turnmill.training.grpo import LossTerms, LossWeights, group_advantages, token_logprobs, token_loss
+from turnmill.training.microbatches import MicroBatch, collate, plan
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, TrainingSample
-
-# A micro-batch is cut early when padding would be more than this share of it ...
-_MAX_PADDING = 0.25
-# ... and it holds this many positions already and leaves as many: smaller ones cost more overhead than padding.
-_MIN_POSITIONS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +54,6 @@ class StepResult:
     padding: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Right-padded rows and their trained tokens."""
-
-    # Which of the step's rows, in order.
-    rows: tuple[int, ...]
-    ids_bt: Tensor
-    # Row and position of each trained token.
-    rows_n: Tensor
-    positions_n: Tensor
-    tokens_n: Tensor
-    sampled_n: Tensor
-    temperature_n: Tensor
-    advantages_n: Tensor
-
-
 def learning_rate(config: Config, step: int) -> float:
     """Rate of optimizer step `step` (from 1): linear warm-up to `lr`, then constant, or down to `min_lr` at the end."""
     if step <= config.warmup_steps:
@@ -78,98 +65,30 @@ def learning_rate(config: Config, step: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def pack(lengths: Sequence[int], max_positions: int) -> list[tuple[int, ...]]:
-    """Indices of rows, longest first, cut into micro-batches of at most `max_positions` padded positions.
+@dataclass(kw_only=True)
+class _Sums:
+    """What the passes of a batch have given so far, beside the gradients."""
 
-    A row longer than that is alone. Deterministic: ties keep their order.
-    """
-    batches: list[tuple[int, ...]] = []
-    current: list[int] = []
-    num_real, num_left = 0, sum(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        width = lengths[current[0]] if current else lengths[index]
-        positions = width * (len(current) + 1)
-        padding = 1 - (num_real + lengths[index]) / positions
-        wasteful = padding > _MAX_PADDING and min(width * len(current), num_left) >= _MIN_POSITIONS
-        if current and (positions > max_positions or wasteful):
-            batches.append(tuple(current))
-            current, num_real = [], 0
-        current.append(index)
-        num_real += lengths[index]
-        num_left -= lengths[index]
-    return [*batches, tuple(current)] if current else batches
+    audit: TokenAudit = field(default_factory=TokenAudit)
+    # Of each micro-batch: sums over its tokens.
+    terms: list[LossTerms] = field(default_factory=list)
+    num_groups: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    # Of the rows, and of the passes: padding included.
+    num_real: int = 0
+    num_positions: int = 0
 
 
-def collate(rows: Sequence[Row], advantages: Sequence[float], picked: tuple[int, ...]) -> MicroBatch:
-    """Tensors of the rows `picked`; a row's advantage counts for each of its trained tokens."""
-    width = max(len(rows[i].token_ids) for i in picked)
-    ids_bt = torch.zeros(len(picked), width, dtype=torch.long)
-    where: list[tuple[int, int]] = []
-    tokens: list[int] = []
-    values: list[tuple[float, float, float]] = []
-    for b, i in enumerate(picked):
-        row = rows[i]
-        ids_bt[b, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        for t, mask in enumerate(row.loss_mask):
-            if mask:
-                where.append((b, t))
-                tokens.append(row.token_ids[t])
-                values.append((row.logprobs[t], row.temperatures[t], advantages[i]))
-    rows_n, positions_n = torch.tensor(where).unbind(1)
-    sampled_n, temperature_n, advantages_n = torch.tensor(values).unbind(1)
-    return MicroBatch(
-        rows=picked,
-        ids_bt=ids_bt,
-        rows_n=rows_n,
-        positions_n=positions_n,
-        tokens_n=torch.tensor(tokens),
-        sampled_n=sampled_n,
-        temperature_n=temperature_n,
-        advantages_n=advantages_n,
-    )
-
-
-class _Audit:
-    """|trainer - sampler| over a batch, with the worst token as evidence."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-        self._sum = 0.0
-        self.num_tokens = 0
-        self.max = 0.0
-        self.worst = ""
-
-    @property
-    def mean(self) -> float:
-        return self._sum / max(1, self.num_tokens)
-
-    def add(self, batch: MicroBatch, logprobs_n: Tensor) -> None:
-        delta_n = (logprobs_n - batch.sampled_n).abs().double()
-        # A log-prob that is no number is the worst there is.
-        delta_n = torch.where(delta_n.isnan(), torch.inf, delta_n)
-        self._sum += float(delta_n.sum())
-        self.num_tokens += len(delta_n)
-        largest, n = delta_n.max(dim=0)
-        if not self.worst or float(largest) > self.max:
-            self.max = float(largest)
-            row = self._rows[batch.rows[int(batch.rows_n[n])]]
-            position = int(batch.positions_n[n])
-            span = row.span_at(position)
-            self.worst = (
-                f"{row.key}, call {span.call_id} (version {span.version}), token {int(batch.tokens_n[n])} at position "
-                f"{position - span.start} of the call ({position} of the row): trainer {float(logprobs_n[n]):.6f}, "
-                f"sampler {float(batch.sampled_n[n]):.6f}"
-            )
-
-    def check(self, config: Config) -> None:
-        """Raise `AuditFailed` with the worst token."""
-        if self.mean <= config.audit_mean_tolerance and self.max <= config.audit_max_tolerance:
-            return
-        raise AuditFailed(
-            f"trainer and sampler disagree over {self.num_tokens} tokens: |log-prob difference| mean {self.mean:.3g} "
-            f"(limit {config.audit_mean_tolerance:g}), max {self.max:.3g} (limit {config.audit_max_tolerance:g}); "
-            f"worst: {self.worst}"
-        )
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Torch's threads of the calling thread, and as they were before afterwards: other work may come to it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Trainer:
@@ -184,7 +103,8 @@ class Trainer:
         self.policy = Policy.load(base_model)
         self.reference: Policy | None = None
         if config.kl_coeff > 0:
-            self.reference = Policy(copy.deepcopy(self.policy.model).requires_grad_(False))
+            self.reference = Policy.load(base_model)
+            self.reference.model.requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=config.lr,
@@ -194,6 +114,9 @@ class Trainer:
         )
         # Optimizer steps made.
         self.num_steps = 0
+        # Of the step to come.
+        self._sums = _Sums()
+        self._num_threads = 1
         self._loss_weights = LossWeights(
             clip_low=config.clip_ratio_low,
             clip_high=config.clip_ratio_high,
@@ -213,51 +136,87 @@ class Trainer:
         """Write a Hugging Face checkpoint into an existing folder."""
         self.policy.save_pretrained(folder, self.base_model)
 
-    def step(self, groups: Sequence[Sequence[TrainingSample]]) -> StepResult:
-        """Make one optimizer step on complete groups (all of one size).
+    def step(self, groups: Sequence[Sequence[TrainingSample]], parts: Sequence[Part] = ()) -> StepResult:
+        """Make one optimizer step on complete groups (all of one size), cut into `parts`; see `finish`."""
+        self.abandon()
+        begin = 0
+        for part in parts or (Part(num_groups=len(groups), threads=1),):
+            self.accumulate(groups[begin : begin + part.num_groups], part.threads)
+            begin += part.num_groups
+        return self.finish()
+
+    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+        """Add the gradients of complete groups, the next ones in draw order, to those of the step to come.
+
+        Weights, cut and threads decide about the last bits of the sums.
+        """
+        rows, advantages = _flatten(groups)
+        lengths = [len(row.token_ids) for row in rows]
+        sums = self._sums
+        with _threads(threads):
+            for picked in plan(lengths, self.config.micro_batch_tokens):
+                batch = collate(rows, advantages, picked)
+                terms, logprobs_n = self._terms(batch)
+                terms.loss.backward()  # type: ignore[no-untyped-call]
+                sums.audit.add(rows, batch, logprobs_n)
+                sums.terms.append(terms.detached())
+                sums.num_positions += batch.ids_bt.numel()
+        sums.num_groups += len(groups)
+        sums.num_rows += len(rows)
+        sums.num_tokens += sum(row.num_trained for row in rows)
+        sums.num_real += sum(lengths)
+        self._num_threads = threads
+
+    def abandon(self) -> None:
+        """Forget the gradients of the step to come."""
+        self._sums = _Sums()
+        self.optimizer.zero_grad()
+
+    def finish(self) -> StepResult:
+        """Make the optimizer step with the accumulated gradients, on the threads of the last part.
 
         Raises `AuditFailed` before anything changed if the recorded log-probs are not those of the current weights,
         `NoProgress` if there is nothing to train or loss or gradient is not finite (weights unchanged as well).
+        Whatever happens, the gradients are gone afterwards.
         """
-        rows, advantages = _flatten(groups)
-        num_tokens = sum(row.num_trained for row in rows)
+        try:
+            with _threads(self._num_threads):
+                return self._update(self._sums)
+        finally:
+            self.abandon()
+
+    def _update(self, sums: _Sums) -> StepResult:
+        """Audit, scale, clip, step."""
+        num_tokens = sums.num_tokens
         if num_tokens == 0:
-            raise NoProgress(f"no token to train in a batch of {len(groups)} groups: no sample has a trainable call")
-        self.optimizer.zero_grad()
-        audit, parts, num_positions = _Audit(rows), [], 0
-        for picked in pack([len(row.token_ids) for row in rows], self.config.micro_batch_tokens):
-            batch = collate(rows, advantages, picked)
-            terms, logprobs_n = self._terms(batch, num_tokens)
-            terms.loss.backward()  # type: ignore[no-untyped-call]
-            audit.add(batch, logprobs_n)
-            parts.append(terms)
-            num_positions += batch.ids_bt.numel()
-        audit.check(self.config)
-        loss, grad_norm = self._clipped(parts)
+            raise NoProgress(
+                f"no token to train in a batch of {sums.num_groups} groups: no sample has a trainable call"
+            )
+        sums.audit.check(self.config)
+        loss, grad_norm = self._clipped(sums)
         lr = learning_rate(self.config, self.num_steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.optimizer.zero_grad()
         self.num_steps += 1
-        kl_reference = [float(part.kl_reference) for part in parts if part.kl_reference is not None]
+        kl_reference = [float(part.kl_reference) for part in sums.terms if part.kl_reference is not None]
         return StepResult(
             loss=loss,
-            clip_fraction=sum(float(part.clip_fraction) for part in parts),
-            kl=sum(float(part.kl) for part in parts),
-            kl_reference=sum(kl_reference) if kl_reference else None,
-            entropy=sum(float(part.entropy) for part in parts),
+            clip_fraction=sum(float(part.clip_fraction) for part in sums.terms) / num_tokens,
+            kl=sum(float(part.kl) for part in sums.terms) / num_tokens,
+            kl_reference=sum(kl_reference) / num_tokens if kl_reference else None,
+            entropy=sum(float(part.entropy) for part in sums.terms) / num_tokens,
             grad_norm=grad_norm,
             lr=lr,
-            audit_mean=audit.mean,
-            audit_max=audit.max,
+            audit_mean=sums.audit.mean,
+            audit_max=sums.audit.max,
             num_tokens=num_tokens,
-            num_rows=len(rows),
-            padding=1 - sum(len(row.token_ids) for row in rows) / num_positions,
+            num_rows=sums.num_rows,
+            padding=1 - sums.num_real / sums.num_positions,
         )
 
-    def _terms(self, batch: MicroBatch, num_tokens: int) -> tuple[LossTerms, Tensor]:
-        """Loss of one micro-batch, and the policy's log-probs [N] for the audit."""
+    def _terms(self, batch: MicroBatch) -> tuple[LossTerms, Tensor]:
+        """Loss of one micro-batch, summed over its tokens, and the policy's log-probs [N] for the audit."""
         logits_nv = self.policy.logits(batch.ids_bt, batch.rows_n, batch.positions_n - 1)
         logprobs_n, entropy_n = token_logprobs(logits_nv, batch.tokens_n, batch.temperature_n)
         reference_n: Tensor | None = None
@@ -271,15 +230,17 @@ class Trainer:
             advantages_n=batch.advantages_n,
             entropy_n=entropy_n,
             reference_n=reference_n,
-            num_tokens=num_tokens,
+            num_tokens=1,
             weights=self._loss_weights,
         )
         return terms, logprobs_n.detach()
 
-    def _clipped(self, parts: Sequence[LossTerms]) -> tuple[float, float]:
-        """Clip the gradients; the batch's loss and the norm before, both finite."""
-        loss = sum(float(part.loss.detach()) for part in parts)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip))
+    def _clipped(self, sums: _Sums) -> tuple[float, float]:
+        """Scale the gradients to the mean over tokens and clip them; the loss and the norm before, both finite."""
+        loss = sum(float(part.loss) for part in sums.terms) / sums.num_tokens
+        parameters = self.policy.parameters()
+        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(sums.num_tokens))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip))
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return loss, grad_norm
         bad = [

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, InvalidInput, NoProgress
+from turnmill.records import Part
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, Span, TrainingSample
-from turnmill.training.trainer import Trainer, learning_rate, pack
+from turnmill.training.trainer import Trainer, learning_rate
 
 Trainers = Callable[[Config], Trainer]
 
@@ -123,6 +124,59 @@ def test_equal_seeds_and_batches_give_equal_weights(trainer_of: Trainers, small_
         trainer.step(make_groups(trainer))
         prints.append(trainer.fingerprint())
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2,)])
+def test_parts_made_one_by_one_give_the_bits_of_the_same_parts_made_at_once(
+    trainer_of: Trainers, small_config: Config, cut: tuple[int, ...]
+) -> None:
+    config = replace(small_config, ent_coeff=0.01, kl_coeff=0.1)
+    early, late = trainer_of(config), trainer_of(config)
+    groups = make_groups(early)
+    parts = [Part(num_groups=num, threads=1) for num in cut]
+    begin = 0
+    for part in parts:
+        early.accumulate(groups[begin : begin + part.num_groups], part.threads)
+        begin += part.num_groups
+    assert early.finish() == late.step(groups, parts)
+    assert early.fingerprint() == late.fingerprint()
+
+
+def test_threads_are_those_of_the_part_and_the_callers_again_afterwards(
+    trainer_of: Trainers, small_config: Config
+) -> None:
+    digests = []
+    for ambient in (1, 3):
+        trainer = trainer_of(small_config)
+        groups = make_groups(trainer)
+        torch.set_num_threads(ambient)
+        try:
+            trainer.step(groups, [Part(num_groups=1, threads=1), Part(num_groups=1, threads=2)])
+            assert torch.get_num_threads() == ambient
+        finally:
+            torch.set_num_threads(1)
+        digests.append(trainer.fingerprint())
+    assert digests[0] == digests[1]
+
+
+def test_abandoned_gradients_leave_nothing_behind(trainer_of: Trainers, small_config: Config) -> None:
+    disturbed, plain = trainer_of(small_config), trainer_of(small_config)
+    groups = make_groups(plain)
+    disturbed.accumulate(groups[:1], 1)
+    disturbed.abandon()
+    assert disturbed.step(groups) == plain.step(groups)
+    assert disturbed.fingerprint() == plain.fingerprint()
+
+
+def test_a_failed_audit_leaves_no_gradient_behind(trainer_of: Trainers, small_config: Config) -> None:
+    trainer, plain = trainer_of(small_config), trainer_of(small_config)
+    groups = make_groups(plain)
+    wrong = change_rows(groups, lambda row: replace(row, logprobs=[x - 1.0 for x in row.logprobs]))
+    with pytest.raises(AuditFailed):
+        trainer.step(wrong)
+    trainer.accumulate(groups, 1)
+    assert trainer.finish() == plain.step(groups)
+    assert trainer.fingerprint() == plain.fingerprint()
 
 
 def test_masked_tokens_and_rows_contribute_nothing(trainer_of: Trainers, small_config: Config) -> None:
@@ -244,6 +298,24 @@ def test_logits_at_selected_positions_are_the_models_logits(tiny_model: Path) ->
     torch.testing.assert_close(selected_nv, full_btv[rows_n, positions_n])
 
 
+def test_the_last_layers_feed_forward_block_at_selected_positions_only_gives_the_same_gradient(
+    tiny_model: Path,
+) -> None:
+    narrowed, full = Policy.load(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    seen: list[torch.Size] = []
+    narrowed.model.model.layers[-1].mlp.act_fn.register_forward_hook(lambda _, __, out: seen.append(out.shape))
+    ids_bt = torch.randint(7, 500, (3, 9), generator=torch.Generator().manual_seed(0))
+    rows_n, positions_n = torch.tensor([0, 0, 2]), torch.tensor([1, 8, 4])
+    mine_nv = narrowed.logits(ids_bt, rows_n, positions_n)
+    plain_nv = full(input_ids=ids_bt).logits[rows_n, positions_n]
+    for logits_nv in (mine_nv, plain_nv):
+        torch.log_softmax(logits_nv, dim=-1)[:, 11].sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(mine_nv, plain_nv, rtol=1e-5, atol=1e-5)
+    for mine, plain in zip(narrowed.parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-4, atol=1e-5)
+    assert seen == [(1, 3, narrowed.model.config.intermediate_size)]
+
+
 def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
     torch.manual_seed(0)
     config = GraniteConfig(
@@ -311,23 +383,6 @@ def test_the_checkpoint_loads_as_a_hugging_face_model(
 def test_a_folder_that_is_no_model_is_an_error_of_the_user(small_config: Config, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="can't be loaded"):
         Trainer(tmp_path, small_config)
-
-
-def test_rows_are_packed_longest_first_under_the_budget() -> None:
-    assert pack([3, 9, 5, 9], 18) == [(1, 3), (2, 0)]
-    assert pack([50, 2], 10) == [(0,), (1,)]
-    assert pack([], 10) == []
-    assert pack([4] * 5, 8) == [(0, 1), (2, 3), (4,)]
-
-
-def test_packing_keeps_padding_low_and_every_row_once() -> None:
-    random = np.random.default_rng(0)
-    lengths = [int(x) for x in random.integers(20, 500, size=200)]
-    batches = pack(lengths, 16384)
-    assert sorted(i for batch in batches for i in batch) == list(range(200))
-    positions = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
-    assert max(positions) <= 16384
-    assert sum(positions) < 1.25 * sum(lengths)
 
 
 @pytest.mark.parametrize(
