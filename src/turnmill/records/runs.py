@@ -52,6 +52,8 @@ class Run:
     worker_token_hash: str | None = None
     # Pid of the control process.
     pid: int | None = None
+    # When that process began, in clock ticks after the machine's start; None where the system does not say.
+    pid_began: int | None = None
 
     @property
     def key(self) -> str:

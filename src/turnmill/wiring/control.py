@@ -32,6 +32,7 @@ from turnmill.ports import RunPorts
 from turnmill.records import Purpose, Run, RunKind, RunStatus, Task
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.wiring import variables
+from turnmill.wiring.reading import began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ async def execute(
         eval_path=str(order.eval_data.resolve()) if order.eval_data else None,
         worker_token_hash=hash_of(token),
         pid=os.getpid(),
+        pid_began=began(os.getpid()),
     )
     runs = open_root_records(root)
     try:

@@ -16,34 +16,41 @@ from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus,
 FOLLOW_INTERVAL_S = 0.5
 # Reading may take this share of the time, however long a run's history is: control has conversations to serve.
 READING_SHARE = 0.05
-# A process that began so long after its run was made is another one that got the same pid.
-PID_TOLERANCE_S = 60.0
 
 
 def as_seen(run: Run) -> Run:
     """The run as its record says, or interrupted where it is active and its control process is gone."""
-    if run.status is not RunStatus.ACTIVE or run.pid is None or _lives(run.pid, run.resumed_at or run.created_at):
+    if run.status is not RunStatus.ACTIVE or run.pid is None or _lives(run.pid, run.pid_began):
         return run
     error = f"its control process ended without finishing the run; `turnmill resume {run.run_id}` goes on with it"
     return replace(run, status=RunStatus.INTERRUPTED, error=error)
 
 
-def _lives(pid: int, since: float) -> bool:
-    """Whether the process that had this pid at the time `since` (Unix seconds) still runs."""
+def began(pid: int) -> int | None:
+    """When a process began, in clock ticks after the machine's start: a date would change when the clock is set.
+
+    None for one that has ended, even if its parent has not asked how yet, and where there is no /proc.
+    """
+    try:
+        # After the name, which may hold anything: state, then 18 fields, then the start (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _lives(pid: int, since: int | None) -> bool:
+    """Whether the process that had this pid and began then still runs; any one with this pid, where that is unknown."""
+    if Path("/proc/self/stat").exists():
+        found = began(pid)
+        return found is not None and since in (None, found)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass  # it exists and belongs to somebody else
-    try:
-        # After the name, which may hold anything: state, then 18 fields, then the start in ticks after boot (proc(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return not Path("/proc/self/stat").exists()  # it has just ended, or this system has no such files
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    # A zombie has ended; only its parent has not asked how.
-    return fields[0] not in "ZX" and time.time() - age_s < since + PID_TOLERANCE_S
+    return True
 
 
 async def list_runs(root: Path) -> list[Run]:

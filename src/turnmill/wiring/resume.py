@@ -22,7 +22,7 @@ from turnmill.ports import RunPorts, Write
 from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
 from turnmill.training.history import live_batches, scan_all, settle, supersede
 from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
-from turnmill.wiring.reading import as_seen
+from turnmill.wiring.reading import as_seen, began
 
 # A trainer without its control process ends after the step that it makes.
 ORPHANS_PATIENCE_S = 60.0
@@ -132,6 +132,7 @@ async def _claim(record: RunRecord, token_hash: str) -> None:
                 error=None,
                 worker_token_hash=token_hash,
                 pid=os.getpid(),
+                pid_began=began(os.getpid()),
             )
         )
     except Conflict as error:

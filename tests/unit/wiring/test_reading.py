@@ -14,7 +14,7 @@ from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.errors import NotFound
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Metric, Run, RunKind, RunStatus
-from turnmill.wiring.reading import as_seen, follow, list_runs
+from turnmill.wiring.reading import as_seen, began, follow, list_runs
 
 LINUX_ONLY = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
@@ -30,6 +30,7 @@ def active(run_id: str = "r1", **changes: object) -> Run:
         sources={},
         data_path="tasks.jsonl",
         pid=os.getpid(),
+        pid_began=began(os.getpid()),
     )
     return replace(run, **changes)  # type: ignore[arg-type]
 
@@ -58,7 +59,12 @@ def test_a_run_whose_process_ended_unnoticed_by_its_parent_is_interrupted() -> N
 
 @LINUX_ONLY
 def test_a_later_process_with_the_same_pid_is_not_the_runs() -> None:
-    assert as_seen(active(created_at=time.time() - 30 * 86400)).status is RunStatus.INTERRUPTED
+    assert as_seen(active(pid_began=int(began(os.getpid()) or 0) - 1)).status is RunStatus.INTERRUPTED
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0], ids=["forward", "back"])
+def test_a_run_whose_clock_was_set_since_it_began_is_active(step_s: float) -> None:
+    assert as_seen(active(created_at=time.time() - step_s)).status is RunStatus.ACTIVE
 
 
 def test_a_finished_run_stays_what_it_is() -> None:
