@@ -97,8 +97,8 @@ class SampleRecord:
     created_at: float
     # What the worker is given.
     request: RolloutRequest
-    # Past this, when no other sample ends any more, the scheduler ends the sample as INVALID(infra); it covers all
-    # attempts.
+    # Unix seconds, for people: about then, when no other sample ends any more, the scheduler ends the sample as
+    # INVALID(infra), by a clock that nobody sets; it covers all attempts.
     deadline: float
     # 1 for the first lease; 0 before.
     attempt: int = 0

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -79,7 +79,9 @@ class Scheduler:
         config: Config,
         *,
         reward_range: tuple[float, float] = (0.0, 1.0),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` gives seconds that only go up: setting the wall clock must give no sample up."""
         self.counts = SchedulerCounts()
         self._records = records
         self._requests = rollout_request
@@ -90,8 +92,9 @@ class Scheduler:
         self._reward_range = reward_range
         # By task: the next g.
         self._next_g: dict[str, int] = {}
-        # Sample ids that were asked for and did not end yet.
-        self._open: set[str] = set()
+        self._clock = clock
+        # Sample ids that were asked for and did not end yet, and when, by `clock`.
+        self._open: dict[str, float] = {}
         # Ended and not yet returned.
         self._ended: dict[str, SampleRecord] = {}
         self._has_news = asyncio.Event()
@@ -99,7 +102,7 @@ class Scheduler:
         self._tasks: list[asyncio.Task[None]] = []
         # Longest time from a worker's taking a sample to its end, all attempts together.
         self._patience_s = config.max_attempts * (config.training_timeout + config.worker_lease_s) + DEADLINE_MARGIN_S
-        # On the monotonic clock: when a sample ended last.
+        # By `clock`: when a sample ended last.
         self._last_end = -math.inf
 
     @property
@@ -144,7 +147,7 @@ class Scheduler:
         if not samples:
             return []
         # Open before they are written: an end could be told before `write` is heard of.
-        self._open.update(sample.sample_id for sample in samples)
+        self._open.update(dict.fromkeys((sample.sample_id for sample in samples), self._clock()))
         self._has_open.set()
         written = await write_samples(self._records, [(sample, 0) for sample in samples])
         taken = [sample.sample_id for sample, ok in zip(samples, written, strict=True) if not ok]
@@ -235,14 +238,14 @@ class Scheduler:
         return sample_key(self._run_id, self._purpose, sample_id)
 
     def _close(self, sample_id: str) -> None:
-        self._open.discard(sample_id)
+        self._open.pop(sample_id, None)
         if not self._open:
             self._has_open.clear()
 
     async def _take(self, sample_ids: Sequence[str]) -> int:
         """Read the records of samples; those that ended are news. How many."""
         num_ended = 0
-        now = time.time()
+        now = self._clock()
         expired: list[tuple[SampleRecord, int]] = []
         stored = await self._records.get([self._key(sample_id) for sample_id in sample_ids]) if sample_ids else []
         for record in stored:
@@ -254,11 +257,11 @@ class Scheduler:
                 continue
             if sample.state.is_open:
                 # While others end, a late one may still be waiting for a free slot of a worker.
-                if sample.deadline < now and time.monotonic() - self._last_end > self._patience_s:
+                if now - max(self._open[sample.sample_id], self._last_end) > self._patience_s:
                     expired.append((sample, record.version))
                 continue
             self._close(sample.sample_id)
-            self._last_end = time.monotonic()
+            self._last_end = self._clock()
             if sample.state in (SampleState.REPORTED, SampleState.INVALID):
                 self._ended[sample.sample_id] = sample
                 num_ended += 1

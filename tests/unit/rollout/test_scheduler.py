@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,8 @@ from turnmill.rollout.scheduler import Scheduler
 
 RUN_ID = "run-1"
 CONFIG = Config(max_length=100, max_attempts=3, training_timeout=100.0, worker_lease_s=10.0)
+# Seconds: three attempts of 110 s, and a margin.
+PATIENCE_S = 390.0
 TASK = Task(id="task", metadata={"prompt": "Guess.", "answer": "crane"})
 
 
@@ -45,9 +47,15 @@ async def ports(tmp_path: Path) -> AsyncIterator[RunPorts]:
 
 @asynccontextmanager
 async def running(
-    ports: RunPorts, *, config: Config = CONFIG, purpose: Purpose = Purpose.TRAIN
+    ports: RunPorts,
+    *,
+    config: Config = CONFIG,
+    purpose: Purpose = Purpose.TRAIN,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(ports.records, ports.rollout_request, ports.rollout_response, RUN_ID, purpose, config)
+    scheduler = Scheduler(
+        ports.records, ports.rollout_request, ports.rollout_response, RUN_ID, purpose, config, clock=clock
+    )
     await scheduler.start()
     yield scheduler
     await scheduler.close()
@@ -80,7 +88,7 @@ async def test_a_request_is_recorded_and_sent(ports: RunPorts) -> None:
     sample = await sample_of(ports, "task_1")
     assert (sample.state, sample.task_id, sample.group_id, sample.attempt) == (SampleState.REQUESTED, "task", "g1", 0)
     # Three attempts of 110 s each, and a minute.
-    assert sample.deadline - sample.created_at == pytest.approx(390.0)
+    assert sample.deadline - sample.created_at == pytest.approx(PATIENCE_S)
     messages = await ports.rollout_request.lease(max_messages=10, lease_s=10)
     requests = [decode(message.body, RolloutRequest) for message in messages]
     assert requests[1] == sample.request
@@ -161,10 +169,12 @@ async def test_numbers_go_on_after_a_restart_and_by_purpose(ports: RunPorts) -> 
 
 
 async def test_a_sample_past_its_deadline_ends_as_invalid_with_a_dead_letter(ports: RunPorts) -> None:
-    async with running(ports) as scheduler:
+    hands = [0.0]
+    async with running(ports, clock=lambda: hands[0]) as scheduler:
         await scheduler.request([(TASK, "g")])
-        late = replace(await sample_of(ports), state=SampleState.LEASED, attempt=2, deadline=time.time() - 1)
-        await ports.records.write([Write(key=late.key, value=encode(late), expected=None)])
+        leased = replace(await sample_of(ports), state=SampleState.LEASED, attempt=2)
+        await ports.records.write([Write(key=leased.key, value=encode(leased), expected=None)])
+        hands[0] = PATIENCE_S + 1
         (sample,) = await scheduler.ended()
         assert (sample.state, sample.reason) == (SampleState.INVALID, InvalidReason.INFRA)
         assert sample == await sample_of(ports)
@@ -175,17 +185,30 @@ async def test_a_sample_past_its_deadline_ends_as_invalid_with_a_dead_letter(por
 
 
 async def test_a_sample_that_waits_for_a_slot_while_others_end_is_not_given_up(ports: RunPorts) -> None:
-    async with running(ports) as scheduler:
+    hands = [0.0]
+    async with running(ports, clock=lambda: hands[0]) as scheduler:
         await scheduler.request([(TASK, "g")] * 3)
+        hands[0] = PATIENCE_S - 1
         await end(ports, "task_0")
         await scheduler.ended()
-        late = replace(await sample_of(ports, "task_1"), deadline=time.time() - 1)
-        await ports.records.write([Write(key=late.key, value=encode(late), expected=None)])
+        late = await sample_of(ports, "task_1")
+        hands[0] = PATIENCE_S + 1
         # Found by the look at the records that sees the late one, too.
         await end(ports, "task_2", tell=False)
         assert [sample.sample_id for sample in await scheduler.ended()] == ["task_2"]
         assert await sample_of(ports, "task_1") == late
         assert (scheduler.num_open, scheduler.counts.num_expired) == (1, 0)
+
+
+async def test_a_sample_whose_date_of_expiry_the_wall_clock_has_passed_is_not_given_up(ports: RunPorts) -> None:
+    async with running(ports) as scheduler:
+        await scheduler.request([(TASK, "g")] * 2)
+        early = replace(await sample_of(ports, "task_0"), deadline=time.time() - 3600)
+        await ports.records.write([Write(key=early.key, value=encode(early), expected=None)])
+        # Found by the look at the records that sees the other one, too.
+        await end(ports, "task_1", tell=False)
+        assert [sample.sample_id for sample in await scheduler.ended()] == ["task_1"]
+        assert (await sample_of(ports, "task_0"), scheduler.counts.num_expired) == (early, 0)
 
 
 async def test_dropping_takes_open_and_reported_samples_and_leaves_invalid_ones(ports: RunPorts) -> None:
