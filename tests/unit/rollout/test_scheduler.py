@@ -200,15 +200,16 @@ async def test_a_sample_that_waits_for_a_slot_while_others_end_is_not_given_up(p
         assert (scheduler.num_open, scheduler.counts.num_expired) == (1, 0)
 
 
-async def test_a_sample_whose_date_of_expiry_the_wall_clock_has_passed_is_not_given_up(ports: RunPorts) -> None:
+async def test_samples_whose_date_of_expiry_the_wall_clock_has_passed_are_not_given_up(ports: RunPorts) -> None:
     async with running(ports) as scheduler:
-        await scheduler.request([(TASK, "g")] * 2)
-        early = replace(await sample_of(ports, "task_0"), deadline=time.time() - 3600)
-        await ports.records.write([Write(key=early.key, value=encode(early), expected=None)])
-        # Found by the look at the records that sees the other one, too.
-        await end(ports, "task_1", tell=False)
-        assert [sample.sample_id for sample in await scheduler.ended()] == ["task_1"]
-        assert (await sample_of(ports, "task_0"), scheduler.counts.num_expired) == (early, 0)
+        *early, last = await scheduler.request([(TASK, "g")] * 8)
+        for sample_id in early:
+            sample = replace(await sample_of(ports, sample_id), deadline=time.time() - 3600)
+            await ports.records.write([Write(key=sample.key, value=encode(sample), expected=None)])
+        # Found by the look at the records that sees the others, too.
+        await end(ports, last, tell=False)
+        assert [sample.sample_id for sample in await scheduler.ended()] == [last]
+        assert (scheduler.num_open, scheduler.counts.num_expired) == (7, 0)
 
 
 async def test_dropping_takes_open_and_reported_samples_and_leaves_invalid_ones(ports: RunPorts) -> None:
