@@ -57,7 +57,15 @@ READY_S = 120.0
 
 
 class FullTurns(Wordle):
-    """Wordle without an early end: all turns are played, and the reward is the largest share of right places."""
+    """Wordle without an early end: all turns are played, and the reward is the mean share of right places.
+
+    `spelled` is the form for a model that spells and need not know what a word is: a reply counts as its first five
+    characters, filled up with dots, and its marks alone are told, so that what is observed is always equally long.
+    """
+
+    def __init__(self, *, max_turns: int = 6, spelled: bool = False) -> None:
+        super().__init__(max_turns=max_turns)
+        self.spelled = spelled
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
         answer = answer_of(task)
@@ -65,18 +73,24 @@ class FullTurns(Wordle):
         for turn in range(self.max_turns):
             reply = await chat.complete(messages)
             messages.append(reply.message)
-            guess = parse_guess(reply.content)
             if turn + 1 < self.max_turns:
-                content = INVALID_GUESS if guess is None else feedback(guess, answer)
-                messages.append({"role": "user", "content": content})
+                messages.append({"role": "user", "content": self._told(self._guess(reply.content), answer)})
         return Outcome(stop_reason=StopReason.MAX_TURNS)
 
     async def score(self, task: Task, messages: Sequence[Message]) -> Score:
         answer = answer_of(task)
-        said = [message for message in messages[1:] if message["role"] == "assistant"]
-        guesses = [guess for message in said if (guess := parse_guess(message.get("content") or ""))]
-        best = max((marks(guess, answer).count("+") for guess in guesses), default=0)
-        return Score(reward=best / 5, metrics={"turns": len(said)})
+        said = [message.get("content") or "" for message in messages[1:] if message["role"] == "assistant"]
+        guesses = [guess for text in said if (guess := self._guess(text))]
+        right = sum(marks(guess, answer).count("+") for guess in guesses)
+        return Score(reward=right / (5 * self.max_turns), metrics={"turns": len(said)})
+
+    def _guess(self, text: str) -> str | None:
+        return text.strip().lower()[:5].ljust(5, ".") if self.spelled else parse_guess(text)
+
+    def _told(self, guess: str | None, answer: str) -> str:
+        if guess is None:
+            return INVALID_GUESS
+        return marks(guess, answer) if self.spelled else feedback(guess, answer)
 
 
 # ---------------------------------------------------------------- roles

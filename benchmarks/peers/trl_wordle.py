@@ -1,11 +1,15 @@
 """Multi-turn Wordle on TRL's GRPOTrainer, on the CPU; runs in the peers' environment.
 
-    trl_wordle.py --model FOLDER --data train.jsonl [--full-turns] [--kv-cache] [--target 0.6]
+    trl_wordle.py --model FOLDER --data train.jsonl [--full-turns [--spelled]] [--kv-cache] [--target 0.6]
 
 Same words, prompt, marks, stop rule, reward, loss, optimizer and schedule as our demo. `--full-turns` plays all turns
-and rewards the largest share of right places, so that every conversation costs the same. Without `--kv-cache` each turn
-is a call of `generate` on the whole conversation, as the library's multi-turn examples do; with it the keys and values
-of earlier turns are kept. Prints one JSON line a step and a summary line.
+and rewards the mean share of right places, so that every conversation costs the same and nearly every group has signal;
+`--spelled` takes the first five characters of a reply for the guess, and tells the marks alone. Without `--kv-cache`
+each turn is a call of `generate` on the whole conversation, as the library's multi-turn examples do; with it the keys
+and values of earlier turns are kept. Prints a summary line, and before it one JSON line a step where there is a target.
+
+Nothing that TRL can leave out is left in: no reference model (beta 0), no log-probabilities of an older policy (one
+update a generation), no gradient checkpointing, no reports, metrics gathered once unless each step is watched.
 """
 
 import argparse
@@ -26,7 +30,6 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, TrainerCallback
 
-MAX_NEW = 8
 NUM_TURNS = 6
 # Steps whose mean reward is compared with the target.
 WINDOW = 10
@@ -35,12 +38,14 @@ WINDOW = 10
 class Game:
     """One conversation: tokens so far, which of them were sampled, and how it stands."""
 
-    def __init__(self, answer: str, opening: list[int]) -> None:
+    def __init__(self, answer: str, opening: list[int], *, spelled: bool) -> None:
         self.answer = answer
         self.opening = opening
+        self.spelled = spelled
         self.completion: list[int] = []
         self.mask: list[int] = []
-        self.best = 0
+        # Right places, all turns together.
+        self.right = 0
         self.solved = False
 
     def add(self, ids: list[int], sampled: int) -> None:
@@ -50,26 +55,28 @@ class Game:
     def answer_to(self, text: str) -> str:
         """What the player is told about a guess."""
         guess = text.strip().lower()
-        if len(guess) != 5 or not (guess.isascii() and guess.isalpha()):
+        if self.spelled:
+            guess = guess[:5].ljust(5, ".")
+        elif len(guess) != 5 or not (guess.isascii() and guess.isalpha()):
             return "Not a five-letter word."
         left = Counter(a for g, a in zip(guess, self.answer, strict=True) if g != a)
-        said = []
+        marks = ""
         for letter, place in zip(guess, self.answer, strict=True):
             mark = "+" if letter == place else "?" if left[letter] > 0 else "-"
             left[letter] -= mark == "?"
-            said.append(letter + mark)
-        self.best = max(self.best, sum(item[1] == "+" for item in said))
+            marks += mark
+        self.right += marks.count("+")
         self.solved = self.solved or guess == self.answer
-        return " ".join(said)
+        return marks if self.spelled else " ".join(map("".join, zip(guess, marks, strict=True)))
 
 
 class Recomputing:
     """Samples a turn with `generate` on the whole conversations."""
 
-    def __init__(self, model: Any, pad: int, end: int) -> None:
+    def __init__(self, model: Any, pad: int, end: int, max_new: int) -> None:
         self.model, self.pad, self.end = model, pad, end
         self.settings = GenerationConfig(
-            max_new_tokens=MAX_NEW, do_sample=True, top_k=0, top_p=1.0, eos_token_id=end, pad_token_id=pad
+            max_new_tokens=max_new, do_sample=True, top_k=0, top_p=1.0, eos_token_id=end, pad_token_id=pad
         )
 
     def reply(self, games: list[Game]) -> list[list[int]]:
@@ -84,8 +91,8 @@ class Recomputing:
 class Caching:
     """Samples a turn on the keys and values of the earlier ones; columns that a row does not use are masked for it."""
 
-    def __init__(self, model: Any, pad: int, end: int) -> None:
-        self.model, self.pad, self.end = model, pad, end
+    def __init__(self, model: Any, pad: int, end: int, max_new: int) -> None:
+        self.model, self.pad, self.end, self.max_new = model, pad, end, max_new
         self.cache: Any = DynamicCache()
         self.real = torch.zeros(0, 0, dtype=torch.long)
         self.games: list[Game] = []
@@ -102,12 +109,12 @@ class Caching:
         )
         replies: list[list[int]] = [[] for _ in games]
         is_open = [True] * len(games)
-        for count in range(MAX_NEW):
+        for count in range(self.max_new):
             tokens = torch.multinomial(torch.softmax(logits, dim=-1), 1)
             for row, token in enumerate(tokens[:, 0].tolist()):
                 if is_open[row]:
                     replies[row].append(token)
-                    is_open[row] = token != self.end and count + 1 < MAX_NEW
+                    is_open[row] = token != self.end and count + 1 < self.max_new
             if not any(is_open):
                 break
             logits = self._feed(tokens, torch.tensor(is_open, dtype=torch.long)[:, None])
@@ -154,6 +161,8 @@ class Rollouts:
         self.seconds = 0.0
         self.turns = 0
         self.conversations = 0
+        # Of all conversations, prompt included.
+        self.tokens = 0
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -161,22 +170,24 @@ class Rollouts:
         games = []
         for prompt in prompts:
             number, text = prompt.split("|", 1)
-            games.append(Game(self.answers[int(number)], self._encode(f"<|user|>{text}<|end|><|assistant|>")))
+            opening = self._encode(f"<|user|>{text}<|end|><|assistant|>")
+            games.append(Game(self.answers[int(number)], opening, spelled=self.args.spelled))
         sampler_of = Caching if self.args.kv_cache else Recomputing
-        sampler = sampler_of(model, self.tokenizer.pad_token_id, self.end)
+        sampler = sampler_of(model, self.tokenizer.pad_token_id, self.end, self.args.max_new)
         model.eval()
         with torch.no_grad():
             self._play(games, sampler)
         model.train()
         self.seconds += time.perf_counter() - begun
         self.conversations += len(games)
+        self.tokens += sum(len(game.opening) + len(game.completion) for game in games)
         full = self.args.full_turns
         return {
             "prompt_ids": [game.opening for game in games],
             "completion_ids": [game.completion for game in games],
             "logprobs": None,
             "env_mask": [game.mask for game in games],
-            "score": [game.best / 5 if full else float(game.solved) for game in games],
+            "score": [game.right / (5 * NUM_TURNS) if full else float(game.solved) for game in games],
         }
 
     def _play(self, games: list[Game], sampler: Recomputing | Caching) -> None:
@@ -257,7 +268,7 @@ def settings(args: argparse.Namespace, folder: str) -> Any:
         use_cpu=True,
         bf16=False,
         report_to=[],
-        logging_steps=1,
+        logging_steps=1 if args.target else args.steps,
         save_strategy="no",
         gradient_checkpointing=False,
         disable_tqdm=True,
@@ -276,7 +287,9 @@ def main() -> None:
     parser.add_argument("--min-lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.0)
+    parser.add_argument("--max-new", type=int, default=8)
     parser.add_argument("--full-turns", action="store_true")
+    parser.add_argument("--spelled", action="store_true")
     parser.add_argument("--kv-cache", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -305,6 +318,7 @@ def main() -> None:
         "steps": len(watch.ends),
         "conversations_per_s": (len(watch.ends) - first) * args.conversations / steady,
         "turns_per_conversation": rollouts.turns / rollouts.conversations,
+        "tokens_per_conversation": rollouts.tokens / rollouts.conversations,
         "generation_share": rollouts.seconds / watch.ends[-1],
         "reward_last": fmean(watch.rewards),
         "seconds_to_target": watch.seconds_to_target,
