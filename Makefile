@@ -49,8 +49,10 @@ verify: check
 # Kills and disturbs real runs, checks what is left of each, and writes docs/results/faults.md.
 KILLS ?= 200
 SEED ?= 0
+# Runs side by side: while one waits for a lease to run out, the other has the cores.
+JOBS ?= 2
 faults: install
-	$(BIN)/python -m tests.faults.harness --kills $(KILLS) --seed $(SEED) --write
+	$(BIN)/python -m tests.faults.harness --kills $(KILLS) --seed $(SEED) --jobs $(JOBS) --write
 
 # Peers that are not there are skipped with a line that says so: `make bench-peers` installs them.
 bench: install

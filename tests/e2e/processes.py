@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,9 @@ class Running:
 
 
 @contextmanager
-def start_run(root: Path, *, data: Path | None = None, evaluate: bool = False, **changes: str) -> Iterator[Running]:
+def start_run(
+    root: Path, *, data: Path | None = None, evaluate: bool = False, env: Mapping[str, str] = {}, **changes: str
+) -> Iterator[Running]:
     """`turnmill run --json` with `PARAMETERS` and `changes`; ended by its pid if the test leaves it running."""
     parameters = {**PARAMETERS, **{name.replace("_", "-"): value for name, value in changes.items()}}
     command = ["run", "--json", "--root", str(root)]
@@ -102,26 +104,26 @@ def start_run(root: Path, *, data: Path | None = None, evaluate: bool = False, *
     if evaluate:
         command += ["--eval-data", str(assets.wordle_data("eval"))]
     command += [part for name, value in parameters.items() for part in (f"--{name}", value)]
-    with start_turnmill(root, command) as running:
+    with start_turnmill(root, command, env) as running:
         yield running
 
 
 @contextmanager
-def start_resume(root: Path, run_id: str, *options: str) -> Iterator[Running]:
+def start_resume(root: Path, run_id: str, *options: str, env: Mapping[str, str] = {}) -> Iterator[Running]:
     """`turnmill resume --json`; ended by its pid if the test leaves it running."""
-    with start_turnmill(root, ["resume", run_id, "--json", "--root", str(root), *options]) as running:
+    with start_turnmill(root, ["resume", run_id, "--json", "--root", str(root), *options], env) as running:
         yield running
 
 
 @contextmanager
-def start_turnmill(root: Path, command: list[str]) -> Iterator[Running]:
-    """`turnmill COMMAND`; its failpoints are the files in `root`/failpoints."""
+def start_turnmill(root: Path, command: list[str], env: Mapping[str, str] = {}) -> Iterator[Running]:
+    """`turnmill COMMAND`, with `env` added to its environment; its failpoints are the files in `root`/failpoints."""
     process = subprocess.Popen(
         [sys.executable, "-m", "turnmill", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, failpoints.VARIABLE: str(root / "failpoints")},
+        env={**os.environ, failpoints.VARIABLE: str(root / "failpoints"), **env},
     )
     running = Running(root=root, process=process)
     try:

@@ -1,4 +1,4 @@
-"""A disk that fills up under a run: a small tmpfs as its root."""
+"""A disk that fills up under a run (a small tmpfs as its root), and one that is slow from a run's start to its end."""
 
 import os
 import subprocess
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.faults import shim
+from tests.faults.faults import SLOW_DISK
 from tests.faults.verdict import check_gone, judge
 from tests.faults.victim import PARAMETERS, Defect, Victim
 
@@ -69,3 +71,20 @@ def fill_disk(folder: Path) -> str:
             victim.resume()
             judge(victim, victim.finish())
     return "a clear error; resumed to its end with space again"
+
+
+def slow_disk(folder: Path) -> str:
+    """Every write and fsync of a run is slow, and the run ends as any other one.
+
+    Returns the outcome; raises `Defect`.
+    """
+    built = shim.build(folder / "shim")
+    built.slow_disk(**SLOW_DISK)
+    with ExitStack() as stack:
+        victim = Victim(root=folder / "root", stack=stack, parameters={**PARAMETERS, "max_steps": "4"}, shim=built)
+        victim.start()
+        judge(victim, victim.finish())
+    num_writes, num_syncs = built.num_slow_writes, built.num_slow_syncs
+    if min(num_writes, num_syncs) == 0:
+        raise Defect(f"the disk was to be slow, but {num_writes} writes and {num_syncs} syncs were slowed")
+    return f"an exact account; {num_writes} writes and {num_syncs} syncs were slowed"

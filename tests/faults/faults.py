@@ -31,6 +31,11 @@ RESUMED = "resumed"
 EXACT = "the run goes on"
 # A role whose process died oftener than that under one control process ends the run as a crash loop, rightly.
 MOST_DEATHS = 4
+# Roles that hold leases.
+CONSUMERS = ("worker-0", "replica-0", "replica-1")
+# Longest delays: of a busy disk for writes, of a spinning one for fsync.
+SLOW_DISK = {"write_ms": 5.0, "sync_ms": 50.0}
+CLOCK_STEP_S = 3600.0
 # Places between two writes of a step at which a trainer can be made to die.
 POINTS = (
     "batch-closed",
@@ -139,6 +144,44 @@ def lock_database(victim: Victim, random: Random) -> str:
         connection.execute("ROLLBACK")
     finally:
         connection.close()
+    return EXACT
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def step_clock(seconds: float) -> Fault:
+    """The wall clock of all processes jumps, and at once one that holds leases dies: its work must not wait for it."""
+
+    def step(victim: Victim, random: Random) -> str:
+        assert victim.shim is not None, "the run was started without a shim"
+        name = random.choice([name for name in CONSUMERS if may_die(victim, name)] or [None])
+        if victim.has_ended:
+            return OVER
+        victim.shim.step_clock(seconds)
+        pid = None if name is None else victim.kill(name, signal.SIGKILL)
+        if name is not None and pid is not None:
+            _await_successor(victim, name, pid)
+        # The second one was begun after the step of the clock.
+        victim.await_steps(2)
+        return EXACT
+
+    return step
+
+
+def slow_disk(victim: Victim, random: Random) -> str:
+    """For some seconds each write and each fsync of all processes takes milliseconds longer."""
+    assert victim.shim is not None, "the run was started without a shim"
+    if victim.has_ended:
+        return OVER
+    before = victim.shim.num_slow_writes
+    victim.shim.slow_disk(**SLOW_DISK)
+    try:
+        victim.sleep(random.uniform(3.0, 6.0))
+    finally:
+        victim.shim.slow_disk(write_ms=0, sync_ms=0)
+    if victim.shim.num_slow_writes == before and not victim.has_ended:
+        raise Defect("the disk was to be slow, but no write was slowed")
     return EXACT
 
 
@@ -268,6 +311,14 @@ OTHERS: dict[str, Fault] = {
     "late message": repeat_message(late=True),
     "old weights": serve_old_weights,
     "SQLite busy": lock_database,
+}
+
+
+# These need a shim under the run.
+OF_THE_MACHINE: dict[str, Fault] = {
+    "clock forward": step_clock(CLOCK_STEP_S),
+    "clock back": step_clock(-CLOCK_STEP_S),
+    "slow disk": slow_disk,
 }
 
 

@@ -1,12 +1,12 @@
-"""The short form of the fault harness: ten kills over all roles, the other faults, and a disk that fills up."""
+"""The short form of the fault harness: ten kills over all roles, the other faults, a disk that fills up or is slow."""
 
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.faults import disk
-from tests.faults.faults import KILLS, OVER
+from tests.faults import disk, shim
+from tests.faults.faults import KILLS, OF_THE_MACHINE, OVER
 from tests.faults.harness import Tally, attack, schedule
 
 # Ten kills in all.
@@ -20,6 +20,8 @@ DISTURBANCES = (
     ("pause worker-0", "doubled message", "old weights", "late message"),
     ("pause replica-0", "SQLite busy", "doubled message", "pause trainer"),
 )
+CLOCK_AND_DISK = ("clock back", "slow disk", "clock forward", "kill control")
+needs_shim = pytest.mark.skipif(shim.why_not() is not None, reason=shim.why_not() or "")
 
 
 @pytest.mark.slow
@@ -39,6 +41,23 @@ def test_a_run_that_is_disturbed_ends_with_an_exact_account(tmp_path: Path, faul
     attack(Tally(), tmp_path / "root", faults, Random(" ".join(faults)), max_steps=4 + 4 * len(faults))
 
 
+@needs_shim
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_clock_is_set_and_whose_disk_is_slow_for_a_while_ends_with_an_exact_account(tmp_path: Path) -> None:
+    tally, built = Tally(), shim.build(tmp_path / "shim")
+    attack(tally, tmp_path / "root", CLOCK_AND_DISK, Random(0), max_steps=16, under=built)
+    assert sum(tally.outcomes.values()) == len(CLOCK_AND_DISK), tally.outcomes
+    assert min(built.num_moved_clocks, built.num_slow_writes) > 0
+
+
+@needs_shim
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_on_a_slow_disk_ends_with_an_exact_account(tmp_path: Path) -> None:
+    assert "exact account" in disk.slow_disk(tmp_path / "disk")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(disk.why_not() is not None, reason=disk.why_not() or "")
@@ -47,8 +66,9 @@ def test_a_full_disk_ends_a_run_clearly_and_space_brings_it_to_its_end(tmp_path:
 
 
 def test_a_schedule_depends_on_its_seed_alone_and_kills_every_role() -> None:
-    assert schedule(Random(7), 20) == schedule(Random(7), 20)
-    assert schedule(Random(7), 20) != schedule(Random(8), 20)
-    planned = schedule(Random(7), 20)
+    assert schedule(Random(7), 20, has_shim=True) == schedule(Random(7), 20, has_shim=True)
+    assert schedule(Random(7), 20, has_shim=True) != schedule(Random(8), 20, has_shim=True)
+    planned = schedule(Random(7), 20, has_shim=False)
     assert [planned.count(name) >= 3 for name in KILLS] == [True] * len(KILLS)
     assert sum(name in KILLS for name in planned) == 20
+    assert not set(planned) & set(OF_THE_MACHINE)

@@ -13,7 +13,11 @@ from safetensors.numpy import load_file
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import read_records
 from tests.faults.victim import Defect, Victim, listens, processes_of
+from turnmill.backends.embedded import open_run
+from turnmill.records import DeadSample, InvalidReason, Purpose, SampleState, dead_letter_key, decode
+from turnmill.training.history import scan_all
 from turnmill.weights import WEIGHTS_FILE, fingerprint
+from turnmill.wiring.event_loop import run_loop
 
 _ACCOUNTING = """
 SELECT json_extract(cast(value AS text), '$.state'),
@@ -22,6 +26,7 @@ SELECT json_extract(cast(value AS text), '$.state'),
        count(*)
 FROM records GROUP BY 1, 2, 3
 """
+_INFRA = f"{SampleState.INVALID}:{InvalidReason.INFRA}"
 _TORCH_NAMES = {np.dtype(np.float32): "torch.float32", np.dtype(np.int64): "torch.int64"}
 
 
@@ -48,7 +53,28 @@ def judge(victim: Victim, figures: dict[str, Any]) -> dict[str, int]:
     _check_requests(victim, figures, counts)
     _check_weights(victim, figures)
     check_gone(victim)
-    return counts
+    return _with_dead_letters(victim, counts)
+
+
+def _with_dead_letters(victim: Victim, counts: dict[str, int]) -> dict[str, int]:
+    """The same counts, the samples apart that no attempt could end; raises `Defect` for a letter about another one."""
+    samples, _ = read_records(victim.root, victim.run_id)
+    failed = {sample.sample_id for sample in samples if sample.reason is InvalidReason.INFRA}
+    letters = {letter.sample_id for letter in run_loop(_dead_letters(victim)) if letter.purpose is Purpose.TRAIN}
+    if strangers := letters - failed:
+        raise Defect(f"there are dead letters about samples that ended otherwise: {sorted(strangers)}")
+    if letters:
+        counts = {**counts, _INFRA: counts[_INFRA] - len(letters), f"{_INFRA}, dead letter": len(letters)}
+    return {name: num for name, num in counts.items() if num}
+
+
+async def _dead_letters(victim: Victim) -> list[DeadSample]:
+    ports = open_run(victim.root, victim.run_id, num_replicas=1)
+    try:
+        prefix = dead_letter_key(victim.run_id, "")
+        return [decode(item.value, DeadSample) for item in await scan_all(ports.records, prefix)]
+    finally:
+        ports.close()
 
 
 def _check_requests(victim: Victim, figures: dict[str, Any], counts: dict[str, int]) -> None:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.processes import Running, start_resume, start_run
+from tests.faults.shim import Shim
 from turnmill.records import Version
 
 ROLES = ("worker-0", "replica-0", "replica-1", "trainer")
@@ -20,7 +22,7 @@ ROLES = ("worker-0", "replica-0", "replica-1", "trainer")
 PARAMETERS = {
     "max_steps": "10",
     "global_batch_size": "16",
-    "number_generation": "4",
+    "number_generation": "8",
     "max_length": "160",
     "worker_lease_s": "2",
     "max_attempts": "4",
@@ -44,6 +46,8 @@ class Victim:
     root: Path
     stack: ExitStack
     parameters: dict[str, str] = field(default_factory=lambda: dict(PARAMETERS))
+    # None: its clock can't be set and its disk not be slowed.
+    shim: Shim | None = None
     # How often each role was killed under the control process that runs now.
     deaths: dict[str, int] = field(default_factory=dict)
     # Ports that the proxies of the run listened at.
@@ -52,13 +56,18 @@ class Victim:
     _running: Running | None = None
 
     def start(self) -> None:
-        self._running = self.stack.enter_context(start_run(self.root, data=None, evaluate=False, **self.parameters))
+        self.root.mkdir(exist_ok=True)
+        begun = start_run(self.root, data=None, evaluate=False, env=self._env(), **self.parameters)
+        self._running = self.stack.enter_context(begun)
 
     def resume(self) -> None:
         """Go on with the run in another control process."""
-        self._running = self.stack.enter_context(start_resume(self.root, self.run_id))
+        self._running = self.stack.enter_context(start_resume(self.root, self.run_id, env=self._env()))
         self.num_resumed += 1
         self.deaths.clear()
+
+    def _env(self) -> dict[str, str]:
+        return {} if self.shim is None else self.shim.env(self.root)
 
     @property
     def running(self) -> Running:
@@ -92,6 +101,16 @@ class Victim:
     def sleep(self, seconds: float) -> None:
         """No longer than the run lives."""
         self.wait(lambda: False, patience_s=seconds)
+
+    def await_steps(self, num: int) -> None:
+        """Until so many more steps were made or the run has ended; raises `Defect` when it makes none for long."""
+        for _ in range(num):
+            before = self.running.num_steps()
+            if not self.wait(partial(self._is_beyond, before)) and not self.has_ended:
+                raise Defect(f"run {self.run_id} made no step for {PATIENCE_S:.0f} s after step {before}")
+
+    def _is_beyond(self, step: int) -> bool:
+        return self.running.num_steps() > step
 
     def pid(self, name: str) -> int | None:
         """Of the role, once it runs; None when the run is over."""
