@@ -4,46 +4,34 @@
                   ▲                                                                                               │
                   └────────────────────────── keep: the cache stays under the call's digest ◀──────────────────────┘
 
-A step first prefills every call that joined, grouped by length, then decodes one token of every running call, so a call
-leaves at the step in which its end token is sampled. Work a step is a few array operations over all rows; Python loops
-run per call and never per token, because tiny models are dominated by overhead.
+A pass takes the prefills of the calls that joined and one token of every running call together, and samples for all of
+them at once; a call leaves at the step in which its end token is sampled. Work a step is a few array operations over
+all rows; Python loops run per call and never per token, because tiny models are dominated by overhead.
 
 Axes: S slots, B rows of a pass, T new tokens, P attended positions, V vocabulary, W sampled tokens of a call.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from turnmill.errors import GenerationFailed, InvalidInput
+from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineCall, EngineResult
-from turnmill.generation.transformers_engine.cache import SlotCache
-from turnmill.generation.transformers_engine.loading import (
-    forward_keywords,
-    load_model,
-    model_fingerprint,
-    replace_weights,
-    usable_length,
-)
+from turnmill.generation.transformers_engine.loading import model_fingerprint, replace_weights
+from turnmill.generation.transformers_engine.passes import Group, Ints, Row, SlotModel, group_of
 from turnmill.generation.transformers_engine.sampling import draw, generator_of, uniforms
 from turnmill.records import FinishReason, Version
 
-Ints = npt.NDArray[np.int64]
 BASE_VERSION = Version(incarnation=0, n=0)
 
 # Uniforms are drawn this many at a time.
 _BLOCK = 32
-# Most tokens of a row, and of all rows with their padding, in one prefill pass: bounds the memory of the mask.
+# Most tokens of a row, and of all rows, in one pass: bounds the memory of the mask, and how long running calls wait.
 _CHUNK_TOKENS = 1024
 _PASS_TOKENS = 4096
-# Padding that a prefill pass may carry rather than be split: a pass costs about this many tokens of a tiny model.
+# Padding that a group may carry rather than be split: a group costs attention about this many tokens of a tiny model.
 _WASTED_TOKENS = 256
-# Decode a range of slots as a view if at least this share of it runs, else copy the rows that do.
-_DENSE_SHARE = 0.5
-_FIRST_CAPACITY = 256
 
 
 class TransformersEngine:
@@ -53,15 +41,11 @@ class TransformersEngine:
         self, folder: Path, *, num_slots: int = 64, max_length: int = 16384, dtype: torch.dtype = torch.float32
     ) -> None:
         """Load the base model as version 0.0; raises `InvalidInput` for a model that can't be served exactly."""
-        self._model = load_model(folder, dtype)
+        self._model = SlotModel(folder, num_slots=num_slots, max_length=max_length, dtype=dtype)
+        self._cache = self._model.cache
         self._version = BASE_VERSION
-        self._max_length = usable_length(self._model.config, max_length)
-        self._cache_name, self._last_only = forward_keywords(self._model)
-        # The logits' width, padding of the vocabulary included.
-        self.vocab_size: int = self._model.get_output_embeddings().weight.shape[0]
-        self._cache = SlotCache(num_slots, min(_FIRST_CAPACITY, self._max_length))
-        self._zero = torch.zeros((), dtype=dtype)
-        self._hidden = torch.full((), float("-inf"), dtype=dtype)
+        self._max_length = self._model.max_length
+        self.vocab_size = self._model.vocab_size
         # Per slot: positions in the cache, last sampled token (not in the cache yet), sampled and allowed tokens.
         self._length_s: Ints = np.zeros(num_slots, dtype=np.int64)
         self._last_id_s: Ints = np.zeros(num_slots, dtype=np.int64)
@@ -87,7 +71,6 @@ class TransformersEngine:
         # Ended calls whose caches were not named yet.
         self._slot_of_ended: dict[str, int] = {}
         self._ended_in_slot: dict[int, str] = {}
-        self._check_exactness()
 
     @property
     def version(self) -> Version:
@@ -191,96 +174,69 @@ class TransformersEngine:
     @torch.inference_mode()
     def step(self) -> list[EngineResult]:
         results: list[EngineResult] = []
+        has_joined = bool(self._to_prefill)
+        if self._calls:
+            self._pass(results)
         while self._to_prefill:
-            for slots in self._prefill_groups():
-                self._prefill(slots, results)
-        rows_b = np.flatnonzero(self._running_s)
-        if len(rows_b):
-            logits_bv = self._decode(rows_b)
-            self._length_s[rows_b] += 1
-            self._sample(rows_b, logits_bv, results)
+            self._pass(results)
+        if has_joined and not results:
+            # So a call of one token and an end token is answered by the step that it joins.
+            self._pass(results)
         return results
 
-    def _prefill_groups(self) -> list[list[int]]:
-        """Waiting slots by number of tokens, longest first, in passes of bounded size and bounded padding."""
-        groups: list[list[int]] = []
-        longest = wasted = 0
-        for slot, feed in sorted(self._to_prefill.items(), key=lambda item: -len(item[1])):
-            num = min(len(feed), _CHUNK_TOKENS)
-            wasted += longest - num
-            if groups and wasted <= _WASTED_TOKENS and (len(groups[-1]) + 1) * longest <= _PASS_TOKENS:
-                groups[-1].append(slot)
-            else:
-                groups.append([slot])
-                longest, wasted = num, 0
-        return groups
-
-    def _prefill(self, slots: Sequence[int], results: list[EngineResult]) -> None:
-        """Feed each slot its tokens, or its next chunk of them; sample for those that are through.
-
-        Rows are padded on the left: their last tokens line up, so the model computes one column of logits. Padding
-        attends to position 0 and is written to the spare position.
-        """
-        rows_b = np.array(sorted(slots), dtype=np.int64)
-        feeds = [self._to_prefill[slot] for slot in rows_b.tolist()]
-        num_b = np.array([min(len(feed), _CHUNK_TOKENS) for feed in feeds], dtype=np.int64)
-        width = int(num_b.max())
-        ids_bt = np.zeros((len(rows_b), width), dtype=np.int64)
-        for row, (feed, num) in enumerate(zip(feeds, num_b.tolist(), strict=True)):
-            ids_bt[row, width - num :] = feed[:num]
-        offset_bt = np.arange(width) - (width - num_b)[:, None]
-        is_real_bt = offset_bt >= 0
-        position_bt = np.where(is_real_bt, self._length_s[rows_b][:, None] + offset_bt, 0)
-        write_bt = np.where(is_real_bt, position_bt, self._cache.capacity)
-        is_range = int(rows_b[-1] - rows_b[0]) + 1 == len(rows_b)
-        logits_bv = self._forward(rows_b, ids_bt, position_bt, write_bt, is_range)
-        self._length_s[rows_b] += num_b
-        ready = []
-        for row, (slot, feed, num) in enumerate(zip(rows_b.tolist(), feeds, num_b.tolist(), strict=True)):
+    def _pass(self, results: list[EngineResult]) -> None:
+        """One token for each running call, and a part of what waits for its prefill, in one forward pass."""
+        running_b = np.flatnonzero(self._running_s)
+        groups = []
+        if len(running_b):
+            groups.append(
+                Group(
+                    slots_b=running_b,
+                    ids_bt=self._last_id_s[running_b, None],
+                    num_b=np.ones_like(running_b),
+                    start_b=self._length_s[running_b],
+                )
+            )
+        groups += self._prefill_groups(max(1, _PASS_TOKENS - len(running_b)))
+        logits_bv = self._model.logits(groups)
+        slots_b = np.concatenate([group.slots_b for group in groups])
+        num_b = np.concatenate([group.num_b for group in groups])
+        self._length_s[slots_b] += num_b
+        unready = []
+        for row in range(len(running_b), len(slots_b)):
+            slot, num = int(slots_b[row]), int(num_b[row])
+            feed = self._to_prefill.pop(slot)
             if num < len(feed):
                 self._to_prefill[slot] = feed[num:]
+                unready.append(row)
             else:
-                del self._to_prefill[slot]
-                ready.append(row)
-        if ready:
-            self._running_s[rows_b[ready]] = True
-            self._sample(rows_b[ready], logits_bv if len(ready) == len(rows_b) else logits_bv[ready], results)
+                self._running_s[slot] = True
+        if unready:
+            kept = np.delete(np.arange(len(slots_b)), unready)
+            slots_b, logits_bv = slots_b[kept], logits_bv[torch.from_numpy(kept)]
+        if len(slots_b):
+            self._sample(slots_b, logits_bv, results)
 
-    def _decode(self, rows_b: Ints) -> torch.Tensor:
-        """Logits [B, V] after one more token of each row.
-
-        Slots inside of the range that do not run are computed too: they write at their own next position, which their
-        next real token overwrites.
-        """
-        low, high = int(rows_b[0]), int(rows_b[-1]) + 1
-        if len(rows_b) < _DENSE_SHARE * (high - low):
-            positions_b1 = self._length_s[rows_b][:, None]
-            return self._forward(rows_b, self._last_id_s[rows_b][:, None], positions_b1, positions_b1, False)
-        positions_b1 = self._length_s[low:high, None]
-        attended = int(self._length_s[rows_b].max()) + 1
-        logits = self._forward(
-            np.arange(low, high), self._last_id_s[low:high, None], positions_b1, positions_b1, True, attended
-        )
-        return logits if len(rows_b) == high - low else logits[torch.from_numpy(rows_b - low)]
-
-    def _forward(
-        self, rows_b: Ints, ids_bt: Ints, position_bt: Ints, write_bt: Ints, is_range: bool, attended: int = 0
-    ) -> torch.Tensor:
-        """Logits [B, V] of the last column. Position p attends to positions 0..p of its own slot."""
-        attended = attended or int(position_bt.max()) + 1
-        positions_bt = torch.from_numpy(position_bt)
-        self._cache.select(torch.from_numpy(rows_b), torch.from_numpy(write_bt), attended, is_range=is_range)
-        visible_b1tp = (torch.arange(attended) <= positions_bt[:, :, None])[:, None]
-        output = self._model(
-            input_ids=torch.from_numpy(ids_bt),
-            attention_mask=torch.where(visible_b1tp, self._zero, self._hidden),
-            position_ids=positions_bt,
-            use_cache=True,
-            **{self._cache_name: self._cache},
-            **self._last_only,
-        )
-        logits_bv: torch.Tensor = output.logits[:, -1]
-        return logits_bv
+    def _prefill_groups(self, num_tokens: int) -> list[Group]:
+        """At most so many tokens of the calls that wait, those of similar length together."""
+        rows: list[Row] = []
+        for slot, feed in self._to_prefill.items():
+            num = min(len(feed), _CHUNK_TOKENS, num_tokens)
+            if num < 1:
+                break
+            rows.append(Row(slot=slot, ids=feed[:num], start=int(self._length_s[slot])))
+            num_tokens -= num
+        rows.sort(key=lambda row: -len(row.ids))
+        parts: list[list[Row]] = []
+        wasted = 0
+        for row in rows:
+            wasted += len(parts[-1][0].ids) - len(row.ids) if parts else 0
+            if parts and wasted <= _WASTED_TOKENS:
+                parts[-1].append(row)
+            else:
+                parts.append([row])
+                wasted = 0
+        return [group_of(part) for part in parts]
 
     def _sample(self, rows_b: Ints, logits_bv: torch.Tensor, results: list[EngineResult]) -> None:
         """Draw one token for each of these slots and end the calls that are through."""
@@ -339,12 +295,12 @@ class TransformersEngine:
     def load(self, folder: Path, version: Version) -> None:
         if self._calls:
             raise GenerationFailed("busy", f"{len(self._calls)} calls run; weights are replaced only when none does")
-        replace_weights(self._model, folder)
+        replace_weights(self._model.model, folder)
         self._version = version
         self._forget_all()
 
     def fingerprint(self) -> str:
-        return model_fingerprint(self._model)
+        return model_fingerprint(self._model.model)
 
     def _forget_all(self) -> None:
         for slot in list(self._idle):
@@ -352,22 +308,3 @@ class TransformersEngine:
         self._length_s[:] = 0
         with torch.inference_mode():
             self._cache.clear()
-
-    @torch.inference_mode()
-    def _check_exactness(self) -> None:
-        """Compare two passes through the slots with one plain pass: an architecture that ignores positions, mask or
-        cache would otherwise sample wrong tokens in silence."""
-        num = min(12, self._max_length)
-        ids_1t = np.arange(num)[None] % self.vocab_size
-        position_1t = np.arange(num)[None]
-        slot = np.zeros(1, dtype=np.int64)
-        plain_v = self._model(input_ids=torch.from_numpy(ids_1t), use_cache=False).logits[0, -1].float()
-        for part in (slice(0, num - num // 2), slice(num - num // 2, num)):
-            positions = position_1t[:, part].copy()
-            slots_v = self._forward(slot, ids_1t[:, part].copy(), positions, positions, True)[0].float()
-        worst = float((plain_v - slots_v).abs().max())
-        if not worst <= 1e-2 * max(1.0, float(plain_v.abs().max())):
-            raise InvalidInput(
-                f"this model can't be served with slots: its logits differ by {worst:.3g} from plain ones"
-            )
-        self._forget_all()

@@ -49,13 +49,10 @@ def usable_length(config: Any, max_length: int) -> int:
     return min(limits)
 
 
-def forward_keywords(model: Any) -> tuple[str, dict[str, Any]]:
-    """(the name under which `forward` takes a cache, arguments that ask for the last position's logits alone)."""
+def forward_keywords(model: Any) -> tuple[str, bool]:
+    """(the name under which `forward` takes a cache, whether it computes logits of chosen positions alone)."""
     parameters = inspect.signature(type(model).forward).parameters
-    return (
-        "cache" if "cache" in parameters else "past_key_values",
-        {"logits_to_keep": 1} if "logits_to_keep" in parameters else {},
-    )
+    return "cache" if "cache" in parameters else "past_key_values", "logits_to_keep" in parameters
 
 
 def replace_weights(model: Any, folder: Path) -> None:
