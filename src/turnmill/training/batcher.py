@@ -262,6 +262,17 @@ class BatchBuilder:
                 return index + 1
         return len(self._groups) if len(self._groups) == self._max_groups else None
 
+    @property
+    def certain(self) -> list[tuple[str, ...]]:
+        """The groups that will be in the batch whatever comes: with signal, and all drawn before them decided."""
+        found: list[tuple[str, ...]] = []
+        for group in self._groups:
+            if group.state is _State.UNDECIDED or len(found) == self._groups_wanted:
+                break
+            if group.state is _State.SIGNAL:
+                found.append(group.valid_ids)
+        return found
+
     def close(self) -> Closed:
         """Take the batch and begin the next one."""
         num_considered = self._num_considered()

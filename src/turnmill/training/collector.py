@@ -1,24 +1,27 @@
 """Plays until a batch is decided.
 
-    builder.draw -> rollouts.request -> rollouts.ended -> read calls -> builder.end -> rollouts.drop -> ... -> Closed
+    builder.draw -> rollouts.request -> rollouts.ended -> read calls -> builder.end -> rollouts.drop -> ... -> Collected
+                                            builder.certain -> ahead: gradients meanwhile
         -> drain: what is still being played ends and is counted, beside the optimizer step
 
-Consumes ended samples; waits for the next one or for `stop`; unblocked by the rollout source; produces one closed
-batch and the tally of everything played for it.
+Consumes ended samples; waits for the next one, for `stop` or for the failure of what is done beside; unblocked by the
+rollout source; produces one closed batch, its samples as they are trained, and the tally of everything played for it.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from turnmill.config import Config
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
-from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
+from turnmill.records import Call, DropReason, Part, SampleRecord, StopReason, Task, Version, call_key
+from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
-from turnmill.training.samples import check_sample, stored_record
+from turnmill.training.samples import TrainingSample, check_sample, stored_record, training_sample
 from turnmill.training.tally import Rollout, Tally, describe_invalid
 
 logger = logging.getLogger(__name__)
@@ -42,22 +45,50 @@ class RolloutSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A closed batch; its gradients are on their way (see `Ahead`)."""
+
+    closed: Closed
+    # As they were read and checked, group by group.
+    groups: list[list[TrainingSample]]
+    parts: tuple[Part, ...]
+    # Groups whose gradients were begun before the batch was closed.
+    num_early: int
+
+
 class Collector:
     """Collects one batch after another from a rollout source."""
 
     def __init__(
-        self, records: RecordStore, rollouts: RolloutSource, builder: BatchBuilder, config: Config, stop: asyncio.Event
+        self,
+        records: RecordStore,
+        rollouts: RolloutSource,
+        builder: BatchBuilder,
+        ahead: Ahead,
+        config: Config,
+        stop: asyncio.Event,
     ) -> None:
         self._records = records
         self._rollouts = rollouts
         self.builder = builder
+        self._ahead = ahead
         self._config = config
         self._stop = stop
         # Why the most recent invalid sample has no reward.
         self.last_invalid = ""
+        # By id, of the batch being collected: with a reward and not dropped, and the calls that they consumed.
+        self._played: dict[str, tuple[SampleRecord, list[Call]]] = {}
+        # What `ahead` was told of: groups that the batch is certain to have.
+        self._groups: list[list[TrainingSample]] = []
+        self._beside: asyncio.Task[None] | None = None
 
-    async def collect(self, tally: Tally, num_steps: int) -> Closed | None:
-        """Play until the batch after `num_steps` optimizer steps is decided; None when asked to stop before that."""
+    async def collect(self, tally: Tally, num_steps: int, beside: asyncio.Task[None] | None = None) -> Collected | None:
+        """Play until the batch after `num_steps` optimizer steps is decided; None when asked to stop before that.
+
+        Raises what `beside` ends with, if that comes first.
+        """
+        self._beside = beside
         begun = time.monotonic()
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
         try:
@@ -68,12 +99,34 @@ class Collector:
                     await self.cancel()
                     return None
                 await self._take(ended, tally, num_steps)
+                self._offer()
         finally:
             stopped.cancel()
-        closed = self.builder.close()
-        await self._drop(closed.drops, tally)
         tally.seconds.generate_s += time.monotonic() - begun
-        return closed
+        return await self._close(tally)
+
+    def _offer(self) -> None:
+        """Tell of the groups that have become certain."""
+        certain = self.builder.certain[len(self._groups) :]
+        # When the batch is closed, the rest may take all cores.
+        if certain and not self.builder.is_closed:
+            groups = self._ready(certain)
+            self._groups += groups
+            self._ahead.offer(groups)
+
+    def _ready(self, groups: Sequence[Sequence[str]]) -> list[list[TrainingSample]]:
+        """Groups as they are trained; only these are checked as a whole."""
+        return [[training_sample(*self._played[sample_id]) for sample_id in group] for group in groups]
+
+    async def _close(self, tally: Tally) -> Collected:
+        closed = self.builder.close()
+        rest = self._ready(closed.groups[len(self._groups) :])
+        groups = [*self._groups, *rest]
+        num_early = self._ahead.num_begun
+        parts = self._ahead.complete(rest, is_alone=not self.builder.leaving)
+        self._played, self._groups = {}, []
+        await self._drop(closed.drops, tally)
+        return Collected(closed=closed, groups=groups, parts=parts, num_early=num_early)
 
     async def drain(self, tally: Tally, num_steps: int) -> None:
         """Count the samples that no batch has a place for as they end; all are dropped when asked to stop."""
@@ -82,15 +135,19 @@ class Collector:
             while self.builder.leaving:
                 ended = await self._next_ended(stopped, tally)
                 if ended is None:
-                    await self.cancel()
+                    await self._drop(self.builder.cancel(), Tally())
                     return
                 await self._take(ended, tally, num_steps)
         finally:
             stopped.cancel()
 
     async def cancel(self) -> None:
-        """Drop everything that was requested and is not in a batch."""
-        await self._drop(self.builder.cancel(), Tally())
+        """Drop everything that was requested and is not in a batch, and what was computed of it."""
+        self._played, self._groups = {}, []
+        try:
+            await self._drop(self.builder.cancel(), Tally())
+        finally:
+            await self._ahead.abandon()
 
     async def _request(self) -> None:
         draws = self.builder.draw()
@@ -102,11 +159,16 @@ class Collector:
         begun = time.monotonic()
         ended = asyncio.create_task(self._rollouts.ended(), name="wait for ended samples")
         try:
-            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            while not ended.done() and not stopped.done():
+                beside = {self._beside} if self._beside is not None else set()
+                await asyncio.wait({ended, stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
+                if self._beside is not None and self._beside.done():
+                    done, self._beside = self._beside, None
+                    done.result()
         finally:
             if not ended.done():
                 ended.cancel()
-        await asyncio.wait({ended})
+            await asyncio.wait({ended})
         tally.seconds.wait_s += time.monotonic() - begun
         if self._stop.is_set() and (ended.cancelled() or ended.exception() is None):
             # Samples that ended just now belong to the batch that is about to be cancelled as a whole.
@@ -134,6 +196,8 @@ class Collector:
             if sample.sample_id in self.builder.leaving:
                 drops += self.builder.leave(sample.sample_id, sample.reward)
             else:
+                if sample.reward is not None and not stale:
+                    self._played[sample.sample_id] = (sample, calls[sample.sample_id])
                 drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
         await self._drop(drops, tally)
 
@@ -142,6 +206,8 @@ class Collector:
 
     async def _drop(self, drops: Sequence[Drop], tally: Tally) -> None:
         tally.drop(drops)
+        for drop in drops:
+            self._played.pop(drop.sample_id, None)
         for reason in DropReason:
             ids = [drop.sample_id for drop in drops if drop.reason is reason]
             if ids:

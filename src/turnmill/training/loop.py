@@ -1,10 +1,15 @@
 """Training from the first rollout, or from where an earlier process ended, to the final checkpoint.
 
-    resume -> [collect a batch -> record and apply it (stepper) -> metric -> checkpoint every `save_steps`]* -> final
+    resume -> [collect a batch -> record and apply it (stepper) -> next one]* -> final
+                                       -> tell: samples, metric, checkpoint every `save_steps`, status
 
-One task runs it. It consumes closed batches from the collector, waits for rollouts (collector) and for the step (a
-thread, so that the rollout source goes on meanwhile), is unblocked by ended samples, and produces weight versions,
-metrics and checkpoints.
+| task | consumes | waits for | unblocked by | produces |
+|---|---|---|---|---|
+| steps | collected batches | rollouts (collector), the step (a thread) | ended samples | weight versions |
+| tell  | the step just made | its writes | - | metrics, checkpoints, status |
+
+A step is told while the next batch is played, and at the latest before that one is recorded: so the writes of one step
+come after all writes of the step before.
 """
 
 import asyncio
@@ -20,12 +25,13 @@ from turnmill.errors import NoProgress
 from turnmill.ports import RunPorts
 from turnmill.records import Batch, Metric, Progress, Run, Task, Version
 from turnmill.training import snapshot
+from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed
 from turnmill.training.checkpoint import Checkpoints, Manifest, export
-from turnmill.training.collector import Collector, RolloutSource
+from turnmill.training.collector import Collected, Collector, RolloutSource
 from turnmill.training.resume import resume
 from turnmill.training.status import Status
-from turnmill.training.stepper import Stepper
+from turnmill.training.stepper import Stepper, Taken
 from turnmill.training.tally import Tally, step_values
 from turnmill.training.trainer import StepResult, Trainer
 
@@ -64,7 +70,7 @@ async def train(
             await status.write("cancelled", status.step)
             return
         builder = BatchBuilder(config, tasks, prefix=f"{status.incarnation}.", progress=progress)
-        collector = Collector(ports.records, rollouts, builder, config, stop)
+        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop)
         state = await training.steps(collector, stop)
         position = builder.position
         checkpoint = await training.export(position) if state == "succeeded" or training.step else None
@@ -92,6 +98,7 @@ class _Training:
         self._status = status
         self._folder = folder
         self._trainer = trainer
+        self.ahead = Ahead(trainer, config)
         self._stepper = Stepper(ports, run_id, trainer, status, folder)
         self._checkpoints = Checkpoints(folder, run_id, keep=config.save_top_k)
         # Step and incarnation of the batches that have a metric.
@@ -100,6 +107,8 @@ class _Training:
         self._tally = Tally()
         self._num_empty = 0
         self._num_mostly_invalid = 0
+        # Tells the step made last.
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def step(self) -> int:
@@ -127,29 +136,59 @@ class _Training:
 
     async def steps(self, collector: Collector, stop: asyncio.Event) -> str:
         """Make the run's optimizer steps; the final state."""
+        try:
+            state = await self._steps(collector, stop)
+        except BaseException:
+            # The error that ended the steps is the one to tell.
+            if self._telling is not None:
+                await asyncio.gather(self._telling, return_exceptions=True)
+            raise
+        await self._until_told()
+        return state
+
+    async def _steps(self, collector: Collector, stop: asyncio.Event) -> str:
         while self.step < self._config.max_steps:
             before = (self._tally.num_ended, self._tally.num_invalid)
-            closed = None if stop.is_set() else await collector.collect(self._tally, self.step)
-            if closed is None:
+            collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
+            if collected is None:
                 return "cancelled"
-            self._check_progress(closed, collector.last_invalid, *before)
-            if closed.groups:
-                await self._train(collector, closed)
+            self._check_progress(collected.closed, collector.last_invalid, *before)
+            if collected.groups:
+                await self._train(collector, collected)
         return "succeeded"
 
-    async def _train(self, collector: Collector, closed: Closed) -> None:
+    async def _train(self, collector: Collector, collected: Collected) -> None:
         """One optimizer step on a closed batch."""
+        tally, closed = self._tally, collected.closed
         num_trained = sum(len(group) for group in closed.groups)
+        early_share = collected.num_early / len(closed.groups)
 
         def values() -> dict[str, float]:
-            return self._tally.values(threshold=self._config.success_threshold, num_trained=num_trained)
+            counted = tally.values(threshold=self._config.success_threshold, num_trained=num_trained)
+            return counted | {"early_share": early_share}
 
-        taken = await self._stepper.record(closed.groups, collector.builder.progress, values())
+        await self._until_told()
+        taken = await self._stepper.record(
+            closed.groups, collected.groups, collected.parts, collector.builder.progress, values()
+        )
         # What ends beside the step counts too.
-        beside = collector.drain(self._tally, self.step)
-        result = await self._stepper.apply(taken, self._tally.seconds, beside, values)
-        await self._finish(replace(taken.batch, values=values()), result)
+        beside = collector.drain(tally, self.step)
+        result = await self._stepper.apply(
+            taken, collected.groups, tally.seconds, beside, values, gradients=self.ahead.wait
+        )
+        batch = replace(taken.batch, values=values())
+        self._telling = asyncio.create_task(self._tell(taken, batch, result), name="tell the step")
         self._tally = Tally()
+
+    async def _tell(self, taken: Taken, batch: Batch, result: StepResult) -> None:
+        await self._stepper.settle(taken)
+        await self._finish(batch, result)
+
+    async def _until_told(self) -> None:
+        """Wait until the step made last is told; raises what that ended with."""
+        telling, self._telling = self._telling, None
+        if telling is not None:
+            await telling
 
     def _check_progress(self, closed: Closed, last_invalid: str, ended_before: int, invalid_before: int) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""

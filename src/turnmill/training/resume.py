@@ -68,8 +68,12 @@ async def resume(
         if stop.is_set():
             return None
         taken = await stepper.retake(item)
+        groups = await stepper.load(taken.batch, [sample for sample, _ in taken.samples])
         # The replicas that sampled it may have been replaced since; the audit of each token stays.
-        result = await stepper.apply(taken, Seconds(), _nothing(), partial(dict, item.batch.values), is_vouched=False)
+        result = await stepper.apply(
+            taken, groups, Seconds(), _nothing(), partial(dict, item.batch.values), is_vouched=False
+        )
+        await stepper.settle(taken)
         await finish(item.batch, result)
     return live[-1].batch.progress if live else Progress()
 

@@ -63,6 +63,8 @@ class TrainingSample:
     key: str
     reward: float
     rows: tuple[Row, ...]
+    # Of the report that the reward is from; None: of no record.
+    report_digest: str | None = None
 
 
 def stored_record(stored: Stored | None, key: str, kind: type[Keyed]) -> Keyed:
@@ -105,6 +107,14 @@ def rows_of(sample: SampleRecord, calls: Sequence[Call]) -> list[Row]:
         if leaf.call_id not in parents:
             rows.append(_row(sample, _path(leaf, by_id), trained))
     return rows
+
+
+def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSample:
+    """A sample with a reward as the trainer takes it; raises `RecordCorrupt` (see `rows_of`)."""
+    rows = tuple(rows_of(sample, calls))
+    if sample.reward is None:
+        _mismatch(sample.key, "reward", "a number", None)
+    return TrainingSample(key=sample.key, reward=sample.reward, rows=rows, report_digest=sample.report_digest)
 
 
 def _check_call(sample: SampleRecord, call: Call, earlier: dict[str, Call]) -> None:

@@ -1,18 +1,21 @@
 """The way of one batch from its record to samples TRAINED; made anew after a crash, or once more from the records.
 
     record: batch RECORDED -> samples BATCHED
-    apply:  check records -> audit -> step -> publish weights -> batch APPLIED -> point to it -> samples TRAINED
+    apply:  check replicas -> audit -> step -> publish weights -> batch APPLIED -> point to it
+    settle: samples TRAINED, older weights removed
     replay: check records -> audit -> step -> the weights must be those that were recorded
 
-A step commits with the write that makes its batch APPLIED; everything after follows from it.
+A step commits with the write that makes its batch APPLIED; everything after follows from it. Once the weights are
+pointed to, the next batch may be played: what `settle` writes, only the next `record` has to wait for.
 """
 
 import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from turnmill.ports import RunPorts, Write
 from turnmill.records import (
     Batch,
     BatchState,
+    Part,
     Progress,
     Purpose,
     ReplicaStatus,
@@ -37,7 +41,7 @@ from turnmill.training.audit import check_fingerprints
 from turnmill.training.checkpoint import writing
 from turnmill.training.collector import get_all, load_calls
 from turnmill.training.history import StoredBatch, write_all
-from turnmill.training.samples import TrainingSample, rows_of, stored_record
+from turnmill.training.samples import TrainingSample, check_sample, stored_record, training_sample
 from turnmill.training.status import Status
 from turnmill.training.tally import Seconds
 from turnmill.training.trainer import StepResult, Trainer
@@ -70,6 +74,7 @@ class Stepper:
         # Optimizer steps made, and the version that holds them.
         self.step = 0
         self.version = BASE_VERSION
+        self._previous = BASE_VERSION
         # The trainer's fingerprints by version text, oldest first.
         self.fingerprints: dict[str, str] = {}
 
@@ -108,13 +113,24 @@ class Stepper:
 
     # ------------------------------------------------------------ record
 
-    async def record(self, groups: tuple[tuple[str, ...], ...], progress: Progress, values: dict[str, float]) -> Taken:
-        """Store the next batch, and that its samples are in it; raises `Conflict` if the run has another trainer."""
+    async def record(
+        self,
+        groups: tuple[tuple[str, ...], ...],
+        samples: Sequence[Sequence[TrainingSample]],
+        parts: tuple[Part, ...],
+        progress: Progress,
+        values: dict[str, float],
+    ) -> Taken:
+        """Store the next batch, and that its samples are in it; raises `Conflict` if the run has another trainer.
+
+        `samples` are those of the groups as they were read before: raises `RecordCorrupt` if they are others by now.
+        """
         batch = Batch(
             run_id=self._run_id,
             step=self.step + 1,
             incarnation=self._status.incarnation,
             groups=groups,
+            parts=parts,
             progress=progress,
             values=values,
         )
@@ -123,14 +139,21 @@ class Stepper:
         failpoints.hit("batch-recorded")
         # Recorded first, looked second: a trainer that took over meanwhile has seen this batch, or this one stops here.
         await self._status.check()
-        samples = []
-        for sample, version in await self._read(batch, SampleState.REPORTED):
-            samples.append((replace(sample, state=SampleState.BATCHED, step=batch.step), version))
+        batched = []
+        found = await self._read(batch, SampleState.REPORTED)
+        for (sample, version), known in zip(found, chain.from_iterable(samples), strict=True):
+            check_sample(sample)
+            if (sample.key, sample.report_digest) != (known.key, known.report_digest):
+                raise RecordCorrupt(
+                    f"{sample.key}: report_digest: expected {known.report_digest} of {known.key}, "
+                    f"found {sample.report_digest}"
+                )
+            batched.append((replace(sample, state=SampleState.BATCHED, step=batch.step), version))
         await write_all(
-            self._ports.records, [Write(key=s.key, value=encode(s), expected=version) for s, version in samples]
+            self._ports.records, [Write(key=s.key, value=encode(s), expected=version) for s, version in batched]
         )
         failpoints.hit("samples-batched")
-        taken = tuple((sample, version + 1) for sample, version in samples)
+        taken = tuple((sample, version + 1) for sample, version in batched)
         return Taken(batch=batch, version=1, samples=taken)
 
     async def retake(self, stored: StoredBatch) -> Taken:
@@ -159,24 +182,30 @@ class Stepper:
     async def apply(
         self,
         taken: Taken,
+        groups: Sequence[Sequence[TrainingSample]],
         seconds: Seconds,
         beside: Coroutine[Any, Any, None],
         values: Callable[[], dict[str, float]],
         *,
+        gradients: Callable[[], Awaitable[None]] | None = None,
         is_vouched: bool = True,
     ) -> StepResult:
-        """Make the step of a taken batch, with `beside` running at the same time; adds to `seconds`.
+        """Make the step of a taken batch, whose samples are `groups`, and have its weights served; adds to `seconds`.
 
-        When `beside` has ended, `values` are stored with the applied batch in place of what it was recorded with.
-        Without `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
+        `gradients` waits until those of all groups are accumulated; without it, they are made here. `beside` runs at
+        the same time; when it has ended, `values` are stored with the applied batch in place of what it was recorded
+        with. Without `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
         """
         begun = time.monotonic()
-        # A task even before the records are read: a coroutine that is never started is a defect.
+        # A task even before the replicas are looked at: a coroutine that is never started is a defect.
         other = asyncio.create_task(beside, name="beside the step")
         try:
-            samples = [sample for sample, _ in taken.samples]
-            groups = await self._load(taken.batch, samples, is_vouched=is_vouched)
-            result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts)
+            await self._check_replicas(groups, is_vouched=is_vouched)
+            if gradients is None:
+                result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts)
+            else:
+                await gradients()
+                result = await asyncio.to_thread(self.trainer.finish)
             stepped = time.monotonic()
             await other
         finally:
@@ -193,47 +222,49 @@ class Stepper:
         failpoints.hit("batch-applied")
         await self._ports.weights.point(version)
         failpoints.hit("weights-pointed")
-        previous, self.version, self.step = self.version, version, taken.batch.step
-        trained = [(replace(sample, state=SampleState.TRAINED), stored) for sample, stored in taken.samples]
-        await write_all(
-            self._ports.records, [Write(key=s.key, value=encode(s), expected=stored) for s, stored in trained]
-        )
-        failpoints.hit("samples-trained")
-        await self._ports.weights.prune([BASE_VERSION, previous, version])
+        self._previous, self.version, self.step = self.version, version, taken.batch.step
         seconds.train_s += stepped - begun
         seconds.generate_s += drained - stepped
         seconds.publish_s += time.monotonic() - drained
         return result
 
+    async def settle(self, taken: Taken) -> None:
+        """Tell the samples of the step just made, and remove what is older than the version before it."""
+        trained = [(replace(sample, state=SampleState.TRAINED), stored) for sample, stored in taken.samples]
+        await write_all(
+            self._ports.records, [Write(key=s.key, value=encode(s), expected=stored) for s, stored in trained]
+        )
+        failpoints.hit("samples-trained")
+        await self._ports.weights.prune([BASE_VERSION, self._previous, self.version])
+
     async def replay(self, batch: Batch) -> StepResult:
         """Make the step of an applied batch again; raises `AuditFailed` unless it gives the recorded weights."""
         samples = [sample for sample, _ in await self._read(batch, SampleState.TRAINED)]
-        groups = await self._load(batch, samples, is_vouched=False)
+        groups = await self.load(batch, samples)
+        await self._check_replicas(groups, is_vouched=False)
         result = await asyncio.to_thread(self.trainer.step, groups, batch.parts)
         digest = await asyncio.to_thread(self.trainer.fingerprint)
         if digest != batch.digest or batch.version is None:
             raise AuditFailed(
                 f"step {batch.step} made again from its recorded batch gives the weights {digest}; recorded was "
-                f"{batch.digest} (version {batch.version}). Torch, its number of threads or the kind of machine is not "
-                "what it was, or a record was altered: go on from a step that has a checkpoint, which needs no replay"
+                f"{batch.digest} (version {batch.version}). Torch or the kind of machine is not what it was, or a "
+                "record was altered: go on from a step that has a checkpoint, which needs no replay"
             )
         self.version, self.step = batch.version, batch.step
         logger.info("step %d made again from its batch: same weights", batch.step, extra={"at": self._run_id})
         return result
 
-    async def _load(
-        self, batch: Batch, samples: Sequence[SampleRecord], *, is_vouched: bool
-    ) -> list[list[TrainingSample]]:
-        """The batch as the trainer takes it, checked against its digests and the replicas' fingerprints."""
-        checked: dict[str, TrainingSample] = {}
-        versions: set[str] = set()
-        for sample, calls in zip(samples, await load_calls(self._ports.records, samples), strict=True):
-            rows = tuple(rows_of(sample, calls))
-            if sample.reward is None:
-                raise RecordCorrupt(f"{sample.key}: reward: expected a number, found None")
-            checked[sample.sample_id] = TrainingSample(key=sample.key, reward=sample.reward, rows=rows)
-            versions |= {call.version for call in calls if any(call.loss_mask)}
+    async def load(self, batch: Batch, samples: Sequence[SampleRecord]) -> list[list[TrainingSample]]:
+        """A batch as the trainer takes it, checked against its digests."""
+        loaded = await load_calls(self._ports.records, samples)
+        found = (training_sample(sample, calls) for sample, calls in zip(samples, loaded, strict=True))
+        checked = {sample.sample_id: ready for sample, ready in zip(samples, found, strict=True)}
+        return [[checked[sample_id] for sample_id in group] for group in batch.groups]
+
+    async def _check_replicas(self, groups: Sequence[Sequence[TrainingSample]], *, is_vouched: bool) -> None:
+        """The replicas' fingerprints of all versions that sampled a trained token."""
+        rows = [row for group in groups for sample in group for row in sample.rows]
+        versions = {span.version for row in rows for span in row.spans if any(row.loss_mask[span.start : span.end])}
         found = await self._ports.records.scan(replica_key(self._run_id, ""))
         replicas = [decode(stored.value, ReplicaStatus) for stored in found]
         check_fingerprints(replicas, self.fingerprints, versions, is_vouched=is_vouched)
-        return [[checked[sample_id] for sample_id in group] for group in batch.groups]

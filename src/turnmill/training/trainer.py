@@ -110,7 +110,7 @@ class Trainer:
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
-            foreach=True,
+            fused=True,
         )
         # Optimizer steps made.
         self.num_steps = 0

@@ -122,6 +122,7 @@ def small_config() -> Config:
         lr=1e-3,
         lr_schedule="constant",
         ent_coeff=0.0,
+        trainer_threads=1,
     )
 
 

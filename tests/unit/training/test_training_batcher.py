@@ -70,10 +70,13 @@ class Table:
         num_before = len(self.draws)
         while True:
             self.request()
+            certain = self.builder.certain
             if self.builder.is_closed:
                 break
             end_one()
+            assert self.builder.certain[: len(certain)] == certain
         closed = self.builder.close()
+        assert list(closed.groups) == certain
         self.book(closed.drops)
         assert set(self.open) == self.builder.leaving
         while self.builder.leaving:
@@ -105,6 +108,19 @@ def test_groups_with_signal_make_the_batch_in_the_order_drawn(table: Table) -> N
     closed = table.builder.close()
     assert closed.groups == (tuple(ids[:4]), tuple(ids[4:]))
     assert closed.drops == ()
+
+
+def test_a_group_is_certain_once_it_has_signal_and_all_before_it_are_decided(table: Table) -> None:
+    ids = table.request()
+    for sample_id in ids[4:]:
+        table.end(sample_id, first_of_four("", int(sample_id[-1])))
+    assert table.builder.certain == []
+    for sample_id in ids[:4]:
+        table.end(sample_id, 0.0)
+    assert table.builder.certain == [tuple(ids[4:])]
+    closed = table.play(first_of_four)
+    assert closed.groups[0] == tuple(ids[4:]) and len(closed.groups) == 2
+    assert table.builder.certain == []
 
 
 def test_a_group_without_signal_is_dropped_and_the_next_task_takes_its_place(table: Table) -> None:

@@ -1,5 +1,6 @@
 """A trainer that goes on where another one ended: from checkpoints, recorded batches and nothing else."""
 
+import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from turnmill.records import (
     BatchState,
     DropReason,
     Metric,
+    SampleRecord,
     SampleState,
     Task,
     Version,
@@ -99,6 +101,40 @@ async def test_the_recorded_batches_from_a_checkpoint_give_the_same_bits_as_the_
     assert (status.state, status.step, status.incarnation) == ("succeeded", 6, 2)
     assert status.version == Version(incarnation=1, n=6)
     assert sorted(path.name for path in bench.folder.iterdir()) == ["final", "step-2", "step-4", "step-6"]
+
+
+class OneByOne(ScriptedRollouts):
+    """Samples end one after the other, so that gradients are made ahead."""
+
+    async def ended(self) -> list[SampleRecord]:
+        if not self.ready:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
+        return [self.ready.pop(0)]
+
+
+async def test_a_step_made_in_parts_is_made_again_to_the_same_bits_whatever_the_threads_are_now(
+    bench: Bench, tiny_model: Path, builders: Builders, trainer_of: MakeTrainer
+) -> None:
+    bench.config = replace(bench.config, trainer_threads=2, global_batch_size=16, max_refill_rounds=0)
+    rollouts = OneByOne(bench.ports, tiny_model, builders, first_of_four)
+    await bench.train(rollouts, max_steps=3, save_steps=10)
+    expected, batches = state(bench.trainer), await bench.batches()
+    assert {part.threads for batch in batches for part in batch.parts} == {1, 2}
+    metrics = await bench.ports.metrics.read(RUN_ID)
+    remove_checkpoints(bench, after=0)
+    (bench.folder.parent / "root" / "runs" / RUN_ID / "metrics.jsonl").unlink()
+
+    bench.config = replace(bench.config, trainer_threads=1, torch_threads=3)
+    bench.trainer = trainer_of(bench.config)
+    torch.set_num_threads(3)
+    try:
+        await bench.train(rollouts, max_steps=3, save_steps=10)
+    finally:
+        torch.set_num_threads(1)
+    check_same(state(bench.trainer), expected)
+    assert step_values(await bench.ports.metrics.read(RUN_ID)) == step_values(metrics)
+    assert await bench.batches() == batches
 
 
 async def test_training_goes_on_as_if_it_had_not_been_interrupted(

@@ -1,0 +1,128 @@
+"""Gradients made ahead: in the order of the batch, each group once, and none left over."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from turnmill.config import Config
+from turnmill.records import Part
+from turnmill.training.ahead import Ahead
+from turnmill.training.samples import Row, TrainingSample
+from turnmill.training.trainer import Trainer
+
+
+class Recorder(Trainer):
+    """Takes groups when it is let, and remembers them."""
+
+    def __init__(self, base_model: Path, config: Config) -> None:
+        super().__init__(base_model, config)
+        self.may_go = threading.Event()
+        self.taken: list[tuple[str, int]] = []
+
+    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+        assert self.may_go.wait(10)
+        if any(group[0].key == "broken" for group in groups):
+            raise RuntimeError("this group is broken")
+        self.taken += [(group[0].key, threads) for group in groups]
+
+    def abandon(self) -> None:
+        self.taken = []
+
+
+def group(key: str, num_positions: int = 600) -> list[TrainingSample]:
+    row = Row(
+        key=key,
+        token_ids=[7] * num_positions,
+        loss_mask=[0] * num_positions,
+        logprobs=[0.0] * num_positions,
+        temperatures=[1.0] * num_positions,
+        spans=(),
+    )
+    return [TrainingSample(key=key, reward=1.0, rows=(row,))]
+
+
+@pytest.fixture
+def recorder(tiny_model: Path, small_config: Config) -> Recorder:
+    return Recorder(tiny_model, replace(small_config, trainer_threads=4))
+
+
+async def begun(ahead: Ahead, num_groups: int) -> None:
+    async with asyncio.timeout(10):
+        while ahead.num_begun < num_groups:  # noqa: ASYNC110 (it tells nobody that it has begun)
+            await asyncio.sleep(0)
+
+
+async def test_what_is_offered_meanwhile_waits_and_the_rest_is_made_at_once_on_all_cores(recorder: Recorder) -> None:
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group("a")])
+    await begun(ahead, 1)
+    ahead.offer([group("b")])
+    parts = ahead.complete([group("c"), group("d")], is_alone=True)
+    assert parts == (Part(num_groups=1, threads=1), Part(num_groups=3, threads=4))
+    recorder.may_go.set()
+    await ahead.wait()
+    assert recorder.taken == [("a", 1), ("b", 4), ("c", 4), ("d", 4)]
+
+
+async def test_a_part_is_closed_once_it_is_large_enough(recorder: Recorder) -> None:
+    recorder.may_go.set()
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group(key) for key in "abcde"])
+    await begun(ahead, 5)
+    parts = ahead.complete([], is_alone=True)
+    assert parts == (Part(num_groups=2, threads=1), Part(num_groups=2, threads=1), Part(num_groups=1, threads=1))
+    await ahead.wait()
+    assert [key for key, _ in recorder.taken] == list("abcde")
+
+
+async def test_beside_others_the_rest_takes_the_threads_of_a_role(recorder: Recorder) -> None:
+    recorder.may_go.set()
+    ahead = Ahead(recorder, recorder.config)
+    assert ahead.complete([group("a")], is_alone=False) == (Part(num_groups=1, threads=1),)
+    await ahead.wait()
+    # And the next batch begins with nothing of this one.
+    assert ahead.complete([group("b"), group("c")], is_alone=True) == (Part(num_groups=2, threads=4),)
+    await ahead.wait()
+    assert recorder.taken == [("a", 1), ("b", 4), ("c", 4)]
+
+
+async def test_abandoning_waits_for_what_runs_and_leaves_nothing(recorder: Recorder) -> None:
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group("a"), group("b")])
+    await begun(ahead, 2)
+    ahead.offer([group("c")])
+    abandoned = asyncio.create_task(ahead.abandon())
+    await asyncio.sleep(0)
+    recorder.may_go.set()
+    await abandoned
+    assert recorder.taken == [] and ahead.num_begun == 0
+
+
+async def test_what_ended_an_early_part_is_told_at_the_next_offer_or_at_the_end(recorder: Recorder) -> None:
+    recorder.may_go.set()
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group("broken")])
+    with pytest.raises(RuntimeError, match="broken"):
+        while True:
+            await asyncio.sleep(0.001)
+            ahead.offer([])
+    with pytest.raises(RuntimeError, match="broken"):
+        await ahead.abandon()
+    ahead.offer([group("broken")])
+    ahead.complete([group("a")], is_alone=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        await ahead.wait()
+    assert recorder.taken == []
+
+
+async def test_all_cores_are_those_that_the_process_may_use(tiny_model: Path, small_config: Config) -> None:
+    trainer = Recorder(tiny_model, replace(small_config, trainer_threads=0))
+    trainer.may_go.set()
+    ahead = Ahead(trainer, trainer.config)
+    (part,) = ahead.complete([group("a")], is_alone=True)
+    await ahead.wait()
+    assert part.threads >= 1
