@@ -11,10 +11,12 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.faults.shim import Shim
 from tests.faults.victim import PATIENCE_S, ROLES, Defect, Victim
 from turnmill.backends.embedded import open_run
 from turnmill.conversation.history import ended_message
@@ -177,12 +179,19 @@ def slow_disk(victim: Victim, random: Random) -> str:
     before = victim.shim.num_slow_writes
     victim.shim.slow_disk(**SLOW_DISK)
     try:
+        # While roles are starting nobody may write for seconds.
+        if not victim.wait(partial(_is_slower, victim.shim, before)):
+            if not victim.has_ended:
+                raise Defect("the disk was to be slow, but no write was slowed")
+            return OVER
         victim.sleep(random.uniform(3.0, 6.0))
     finally:
         victim.shim.slow_disk(write_ms=0, sync_ms=0)
-    if victim.shim.num_slow_writes == before and not victim.has_ended:
-        raise Defect("the disk was to be slow, but no write was slowed")
     return EXACT
+
+
+def _is_slower(shim: Shim, num_before: int) -> bool:
+    return shim.num_slow_writes > num_before
 
 
 # ---------------------------------------------------------------- messages
@@ -316,8 +325,8 @@ OTHERS: dict[str, Fault] = {
 
 # These need a shim under the run.
 OF_THE_MACHINE: dict[str, Fault] = {
-    "clock forward": step_clock(CLOCK_STEP_S),
-    "clock back": step_clock(-CLOCK_STEP_S),
+    "clock an hour forward": step_clock(CLOCK_STEP_S),
+    "clock an hour back": step_clock(-CLOCK_STEP_S),
     "slow disk": slow_disk,
 }
 

@@ -192,6 +192,8 @@ class Whole:
 
     name: str
     outcome: str
+    # 0: it was skipped.
+    times: int
 
 
 def whole_runs(tally: Tally, folder: Path) -> list[Whole]:
@@ -211,15 +213,15 @@ def whole_runs(tally: Tally, folder: Path) -> list[Whole]:
                 tally.defects.append(f"{name}: {defect}")
                 print(f"DEFECT {tally.defects[-1]}", file=sys.stderr, flush=True)
         print(f"{name}: {outcome}", flush=True)
-        found.append(Whole(name=name, outcome=outcome))
+        found.append(Whole(name=name, outcome=outcome, times=int(reason is None)))
     return found
 
 
-def page(tally: Tally, command: str, whole: Sequence[Whole], seconds: float) -> str:
-    """The tables in Markdown."""
+def page(tally: Tally, command: str, whole: Sequence[Whole], *, seconds_a_kill: float, load: float) -> str:
+    """The tables in Markdown; `load` is what others did on this machine when it began."""
     about = (
         f"`{command}` wrote this page: {tally.num_runs} runs, {tally.num_resumed} times resumed, {tally.num_steps} "
-        f"optimizer steps, {tally.num_kills} kills, {seconds / 60:.0f} minutes. {_WHAT_HOLDS}"
+        f"optimizer steps, {tally.num_kills} kills, one every {seconds_a_kill:.1f} s. {_WHAT_HOLDS}"
     )
     rows = ["# Runs under fire, measured", "", *textwrap.wrap(about, 120)]
     by_victim = Counter[str]()
@@ -234,14 +236,14 @@ def page(tally: Tally, command: str, whole: Sequence[Whole], seconds: float) -> 
     rows += [f"| {fault} | {outcome} | {num} |" for (fault, outcome), num in ordered]
     if reason := shim.why_not():
         rows += [f"| {name} | skipped: {reason} | 0 |" for name in OF_THE_MACHINE]
-    rows += [f"| {run.name} | {run.outcome} | 1 |" for run in whole]
+    rows += [f"| {run.name} | {run.outcome} | {run.times} |" for run in whole]
     rows += ["", "| how requests ended | number |", "|---|---|"]
     rows += [f"| {name} | {num} |" for name, num in sorted(tally.requests.items())]
     rows += [f"| all | {sum(tally.requests.values())} |", ""]
     rows += [f"Runs that ended otherwise than they must: {len(tally.defects)}."]
     rows += [f"- {defect.splitlines()[0]}" for defect in tally.defects]
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    return "\n".join([*rows, "", f"Machine: {machine}.", ""])
+    return "\n".join([*rows, "", f"Machine: {machine}; load average {load:.1f} before the first run.", ""])
 
 
 def main() -> None:
@@ -251,21 +253,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (2)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
-    begun = time.monotonic()
+    begun, load = time.monotonic(), os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="turnmill-faults-"))
     tally = fire(args.kills, args.seed, folder, jobs=args.jobs)
-    killing_s = time.monotonic() - begun
+    seconds_a_kill = (time.monotonic() - begun) / max(1, tally.num_kills)
     whole = whole_runs(tally, folder)
     if not tally.defects:
         shutil.rmtree(folder)
     command = f"make faults KILLS={args.kills} SEED={args.seed}"
-    text = page(tally, command, whole, time.monotonic() - begun)
+    text = page(tally, command, whole, seconds_a_kill=seconds_a_kill, load=load)
     print(text)
     if args.write:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(text, encoding="utf-8")
     figures = {"kills": tally.num_kills, "runs": tally.num_runs, "defects": len(tally.defects)}
-    print(json.dumps({**figures, "seconds_a_kill": round(killing_s / max(1, tally.num_kills), 1)}))
+    print(json.dumps({**figures, "seconds_a_kill": round(seconds_a_kill, 1)}))
     sys.exit(1 if tally.defects else 0)
 
 

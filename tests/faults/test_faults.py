@@ -20,7 +20,7 @@ DISTURBANCES = (
     ("pause worker-0", "doubled message", "old weights", "late message"),
     ("pause replica-0", "SQLite busy", "doubled message", "pause trainer"),
 )
-CLOCK_AND_DISK = ("clock back", "slow disk", "clock forward", "kill control")
+CLOCK_AND_DISK = ("clock an hour back", "slow disk", "clock an hour forward", "kill control")
 needs_shim = pytest.mark.skipif(shim.why_not() is not None, reason=shim.why_not() or "")
 
 
