@@ -171,6 +171,17 @@ def test_an_end_token_ends_the_call_and_is_part_of_it(
     assert stopped.finish_reason is FinishReason.STOP
 
 
+def test_a_call_of_one_token_and_an_end_token_is_answered_by_the_step_that_it_joins(
+    random_llama: Path, make_engine: Make, submit: Submit
+) -> None:
+    engine = make_engine(random_llama)
+    submit(engine, "long", [7, 8], max_new_tokens=20)
+    assert engine.step() == []
+    submit(engine, "short", [7, 8], max_new_tokens=2)
+    assert [result.call_id for result in engine.step()] == ["short"]
+    assert engine.num_running == 1
+
+
 def test_a_call_may_be_longer_than_the_first_buffers(
     random_qwen3: Path, make_engine: Make, submit: Submit, run_out: RunOut, plain_logprobs: Plain
 ) -> None:
@@ -204,9 +215,11 @@ def test_a_prompt_longer_than_one_pass_is_prefilled_in_chunks(
             initializer_range=0.2,
         )
     ).save_pretrained(tmp_path)
-    engine = make_engine(tmp_path, num_slots=3, max_length=4096)
+    engine = make_engine(tmp_path, num_slots=5, max_length=4096)
     rng = random.Random(2)
-    prompts = {name: [rng.randrange(64) for _ in range(num)] for name, num in (("a", 2500), ("b", 30), ("c", 1024))}
+    # All together they are more than one pass takes, too.
+    lengths = {"a": 2500, "b": 30, "c": 1024, "d": 1000, "e": 1025}
+    prompts = {name: [rng.randrange(64) for _ in range(num)] for name, num in lengths.items()}
     for name, prompt in prompts.items():
         submit(engine, name, prompt, max_new_tokens=3)
     results = run_out(engine)

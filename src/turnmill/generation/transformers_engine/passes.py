@@ -42,19 +42,18 @@ class Group:
     num_b: Ints
     start_b: Ints
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no padding."""
-        width = self.ids_bt.shape[1]
-        return width == 1 or bool((self.num_b == width).all())
+    def offsets(self) -> tuple[Ints, Bools | None]:
+        """(positions, whether a token is there), both [B, T]; padding is at position 0, which every slot has.
 
-    def offsets(self) -> tuple[Ints, Bools]:
-        """(positions, whether a token is there), both [B, T]; padding is at position 0, which every slot has."""
+        The latter is None without padding.
+        """
         width = self.ids_bt.shape[1]
         if width == 1:
-            return self.start_b[:, None], np.ones_like(self.ids_bt, dtype=bool)
+            return self.start_b[:, None], None
         offset_bt = np.arange(width) - (width - self.num_b)[:, None]
         is_real_bt = offset_bt >= 0
+        if is_real_bt.all():
+            return self.start_b[:, None] + offset_bt, None
         return np.where(is_real_bt, self.start_b[:, None] + offset_bt, 0), is_real_bt
 
     def rows(self) -> slice | torch.Tensor:
@@ -114,9 +113,11 @@ class SlotModel:
     def _padded(self, group: Group) -> torch.Tensor:
         positions_bt, is_real_bt = group.offsets()
         slots_n = group.slots_b.repeat(positions_bt.shape[1])
-        written_n = np.where(is_real_bt, positions_bt, self.cache.capacity).reshape(-1)
+        written_bt = positions_bt if is_real_bt is None else np.where(is_real_bt, positions_bt, self.cache.capacity)
         num_attended = int(positions_bt.max()) + 1
-        self.cache.select(torch.from_numpy(slots_n), torch.from_numpy(written_n), (group.rows(), num_attended))
+        self.cache.select(
+            torch.from_numpy(slots_n), torch.from_numpy(written_bt.reshape(-1)), (group.rows(), num_attended)
+        )
         output = self.model(
             input_ids=torch.from_numpy(group.ids_bt),
             attention_mask=self._mask(positions_bt, num_attended),
@@ -134,26 +135,27 @@ class SlotModel:
         for group in groups:
             positions_bt, is_real_bt = group.offsets()
             num_attended = int((group.start_b + group.num_b).max())
-            is_full = group.is_full
-            ids.append(group.ids_bt.reshape(-1) if is_full else group.ids_bt[is_real_bt])
-            positions.append(positions_bt.reshape(-1) if is_full else positions_bt[is_real_bt])
+            ids.append(group.ids_bt.reshape(-1) if is_real_bt is None else group.ids_bt[is_real_bt])
+            positions.append(positions_bt.reshape(-1) if is_real_bt is None else positions_bt[is_real_bt])
             slots.append(group.slots_b.repeat(group.num_b))
             end = start + len(ids[-1])
             segments.append(
                 Segment(
                     slots=group.rows(),
                     num_rows=len(group.slots_b),
-                    width=is_real_bt.shape[1],
+                    width=group.ids_bt.shape[1],
                     start=start,
                     end=end,
                     num_attended=num_attended,
                     mask=self._mask(positions_bt, num_attended),
-                    cells=None if is_full else _cells(is_real_bt, start),
+                    cells=None if is_real_bt is None else _cells(is_real_bt, start),
                 )
             )
             start = end
         positions_n = torch.from_numpy(np.concatenate(positions))
-        lasts_b = torch.from_numpy(np.concatenate([group.num_b for group in groups]).cumsum() - 1)
+        num_b = np.concatenate([group.num_b for group in groups])
+        # 0 asks for the logits of all.
+        kept: torch.Tensor | int = torch.from_numpy(num_b.cumsum() - 1) if len(num_b) < start else 0
         self.cache.select(torch.from_numpy(np.concatenate(slots)), positions_n, None)
         output = self.model(
             input_ids=torch.from_numpy(np.concatenate(ids))[None],
@@ -161,10 +163,10 @@ class SlotModel:
             use_cache=True,
             segments=segments,
             **{self._cache_name: self.cache},
-            **({"logits_to_keep": lasts_b} if self._can_choose else {}),
+            **({"logits_to_keep": kept} if self._can_choose else {}),
         )
-        logits_bv: torch.Tensor = output.logits[0] if self._can_choose else output.logits[0, lasts_b]
-        return logits_bv
+        logits_bv: torch.Tensor = output.logits[0]
+        return logits_bv if self._can_choose or len(num_b) == start else logits_bv[kept]
 
     def _mask(self, positions_bt: Ints, num_attended: int) -> torch.Tensor:
         """[B, 1, T, P], to be added to attention's scores."""
