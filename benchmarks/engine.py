@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -112,6 +113,46 @@ def measure_ours(engine: TransformersEngine, shape: Shape) -> float:
     return sampled / (time.perf_counter() - begun)
 
 
+def measure_arriving(engine: TransformersEngine, shape: Shape) -> float:
+    """Tokens a second when calls come a few at a time, as they do from workers: prefills meet decodes in every step.
+
+    Before each step up to eight of the conversations that wait go on, the same ones for every engine and pass.
+    """
+    rng = random.Random(0)
+    turns = dict.fromkeys(range(NUM_CONVERSATIONS), 0)
+    waiting = list(turns)
+    names: list[str | None] = [None] * NUM_CONVERSATIONS
+    new_ids = random_tokens(engine.vocab_size, PROMPT_TOKENS + 4).tolist()
+    begun = time.perf_counter()
+    sampled = 0
+    while waiting or engine.num_running:
+        rng.shuffle(waiting)
+        for index in [waiting.pop() for _ in range(min(len(waiting), rng.randint(0, 8)))]:
+            num_new = rng.randint(8, 24) if turns[index] else PROMPT_TOKENS
+            engine.submit(
+                EngineCall(
+                    call_id=f"{begun}/{index}/{turns[index]}",
+                    seed_parts=(str(begun), str(index), str(turns[index])),
+                    prefix_key=names[index],
+                    new_ids=new_ids[index][:num_new],
+                    sampling=Sampling(max_new_tokens=shape.new),
+                    max_new_tokens=shape.new,
+                    end_ids=frozenset(),
+                )
+            )
+        for result in engine.step():
+            sampled += len(result.token_ids)
+            index = int(result.call_id.split("/")[1])
+            names[index] = result.call_id
+            engine.keep(result.call_id, result.call_id)
+            turns[index] += 1
+            if turns[index] < shape.turns:
+                waiting.append(index)
+    if sampled != shape.num_sampled:
+        raise RuntimeError(f"{sampled} tokens instead of {shape.num_sampled}")
+    return sampled / (time.perf_counter() - begun)
+
+
 def _settings(shape: Shape) -> GenerationConfig:
     return GenerationConfig(
         max_new_tokens=shape.new, min_new_tokens=shape.new, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0
@@ -175,6 +216,14 @@ def compare(name: str, folder: Path, args: argparse.Namespace) -> None:
         figures, met = interleave(NAME, case, "tokens/s", subjects, rounds=3 if args.quick else 9)
         claim = Claim(benchmark=NAME, text=case, unit="tokens/s", ours=OURS, peer=GENERATE, at_least=shape.at_least)
         emit_ratio(claim, figures[OURS], figures[GENERATE], met)
+    arriving = SHAPES[-1]
+    interleave(
+        NAME,
+        f"{name} ({num_parameters / 1e6:.2f} M), {arriving.turns} turns x {arriving.new} new, a few calls at a time",
+        "tokens/s",
+        {OURS: partial(steady, partial(measure_arriving, engine, arriving), seconds)},
+        rounds=3 if args.quick else 9,
+    )
     if args.quick:
         emit_skip(NAME, BATCHED, "takes a minute: measured in the full form only")
     else:
