@@ -102,7 +102,8 @@ class Message:
     # Messages of one group are delivered in order, one at a time.
     group: str
     # A second send of the same id within the deduplication window (300 s) is swallowed; include the delivery epoch.
-    dedup_id: str
+    # None: never swallowed, for news that may well come twice.
+    dedup_id: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,13 @@ class WorkQueue(Protocol):
         """Up to `max_messages`, hidden from others for `lease_s`; waits up to `wait_s` for the first one.
 
         A message received more often than the queue's limit goes to the dead letters instead.
+        """
+        ...
+
+    async def take(self, *, max_messages: int, wait_s: float = 0.0) -> list[Leased]:
+        """Like `lease`, but what comes is removed at once and never delivered again, whatever becomes of the caller.
+
+        Half the work, for news of what is recorded elsewhere. The receipts are good for nothing.
         """
         ...
 
@@ -182,6 +190,18 @@ class QueueAdmin(Protocol):
 
 class Queue(WorkQueue, QueueAdmin, Protocol):
     """Both sides of one queue."""
+
+
+class Outbox(Protocol):
+    """Records and the news of them in one go: the transactional outbox of a queue."""
+
+    async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+        """Try each write, and send its message where it was applied; True there, False where it was not.
+
+        In one transaction where the backend has it, else the record first: no message tells of a record that is not
+        there, and a record whose message was lost is found by those who wait for it.
+        """
+        ...
 
 
 # ---------------------------------------------------------------- weights
@@ -301,5 +321,7 @@ class RunPorts:
     # One queue a replica, by index.
     generate_request: Sequence[Queue]
     generate_response: Queue
+    # Call records, and generate_response.
+    answers: Outbox
     # Releases files, threads and wake-ups; idempotent.
     close: Callable[[], None]

@@ -20,7 +20,7 @@ from turnmill.conversation.branches import (
     request_digest,
     request_identity,
 )
-from turnmill.conversation.requests import ChatRequest
+from turnmill.conversation.requests import ChatRequest, Heard
 from turnmill.errors import GenerationFailed, InvalidRequest, RecordCorrupt
 from turnmill.records import (
     Call,
@@ -85,6 +85,7 @@ class Attempt:
     num_replayed: int = 0
     # Call ids in order of first use.
     consumed: dict[str, None] = field(default_factory=dict)
+    heard: Heard = field(default_factory=Heard)
     # Guards the reading of records on behalf of this attempt.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _table: BranchTable = field(default_factory=BranchTable)
@@ -122,7 +123,7 @@ class Attempt:
     def begin(self, request: ChatRequest, key: str | None) -> tuple[Entry, Call | None]:
         """A new request's entry, and the recorded answer of an earlier attempt where it replays one."""
         parent, start = self._table.match(request.hashes)
-        messages = request.messages[start:]
+        messages = request.messages(start)
         self.num_requests += 1
         # Assistant text that no call here produced is context (mask 0): the client edited its history.
         if (parent is None and self.num_requests > 1) or (parent and any(m["role"] == "assistant" for m in messages)):

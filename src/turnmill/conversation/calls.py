@@ -8,37 +8,45 @@
 | listen | generate_response, in batches | the next message | answered calls (a failed one with its error) |
 | look | records of calls that wait longer than `LOOK_AFTER_S` | a second | answered calls whose message was lost |
 
-The Call record is the answer; the message is only the news of it. Who waits is woken by either.
+The Call record is the answer; the message is the news of it and brings a copy. Who waits is woken by either.
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from turnmill.conversation.history import checked_call
+from turnmill.conversation.history import check_call, checked_call
 from turnmill.errors import CallTimeout, GenerationFailed, RecordCorrupt, ShuttingDown
 from turnmill.ports import Leased, Message, RecordStore, WorkQueue
 from turnmill.records import Call, GenerateRequest, GenerateResponse, call_key, decode, encode
 
 logger = logging.getLogger(__name__)
 BATCH_SIZE = 256
-LEASE_S = 30.0
 WAIT_S = 1.0
 LOOK_AFTER_S = 1.0
 
 
 @dataclass(kw_only=True)
 class _Waiting:
-    """A call with at least one waiter."""
+    """A call that somebody waits for."""
 
-    answer: asyncio.Future[Call]
+    # On the loop's clock.
     since: float
-    num_waiters: int = 0
+    # One a waiter: one that times out or is cancelled takes the answer from nobody else.
+    waiters: list[asyncio.Future[Call]] = field(default_factory=list)
+
+    def answer(self, call: Call) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(call)
+
+    def fail(self, error: BaseException) -> None:
+        for waiter in self.waiters:
+            _fail(waiter, error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +114,15 @@ class Calls:
         """
         key = call_key(request.run_id, request.purpose, request.sample_id, request.step_id)
         message = Message(body=encode(request), group=request.step_id, dedup_id=f"{key}#{request.epoch}")
-        with self._expected(key) as waiting:
-            self.counts.num_sent += 1
-            self._outbox.append(_Outgoing(message=message, sample_id=request.sample_id, waiting=waiting))
-            if len(self._outbox) == 1:
-                # Runs after everything that is ready now: what many clients ask at once is sent at once.
-                sending = asyncio.create_task(self._send(), name="calls-send")
-                self._sending.add(sending)
-                sending.add_done_callback(self._sending.discard)
-            return await self._wait(waiting)
+        waiting, answer = self._expect(key)
+        self.counts.num_sent += 1
+        self._outbox.append(_Outgoing(message=message, sample_id=request.sample_id, waiting=waiting))
+        if len(self._outbox) == 1:
+            # Runs after everything that is ready now: what many clients ask at once is sent at once.
+            sending = asyncio.create_task(self._send(), name="calls-send")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        return await self._wait(key, waiting, answer)
 
     async def _send(self) -> None:
         batch, self._outbox = self._outbox, []
@@ -125,45 +133,51 @@ class Calls:
         for items, error in zip(by_replica.values(), await asyncio.gather(*sends, return_exceptions=True), strict=True):
             if error is not None:
                 for item in items:
-                    self._fail(item.waiting, error)
+                    item.waiting.fail(error)
 
     async def ask_again(self, key: str) -> Call:
         """The answer to a call that was asked before: recorded by now, or still to come. Raises like `ask`."""
-        with self._expected(key) as waiting:
+        waiting, answer = self._expect(key)
+        try:
             await self._answer_from_records([key])
-            return await self._wait(waiting)
+        except BaseException:
+            self._forget(key, waiting, answer)
+            raise
+        return await self._wait(key, waiting, answer)
 
-    @contextmanager
-    def _expected(self, key: str) -> Iterator[_Waiting]:
+    def _expect(self, key: str) -> tuple[_Waiting, asyncio.Future[Call]]:
         if self._is_stopped:
             raise _closing()
+        loop = asyncio.get_running_loop()
         waiting = self._waiting.get(key)
         if waiting is None:
-            loop = asyncio.get_running_loop()
-            waiting = self._waiting[key] = _Waiting(answer=loop.create_future(), since=loop.time())
-        waiting.num_waiters += 1
-        try:
-            yield waiting
-        finally:
-            waiting.num_waiters -= 1
-            if not waiting.num_waiters:
-                del self._waiting[key]
-                waiting.answer.cancel()
+            waiting = self._waiting[key] = _Waiting(since=loop.time())
+        answer: asyncio.Future[Call] = loop.create_future()
+        waiting.waiters.append(answer)
+        return waiting, answer
 
-    async def _wait(self, waiting: _Waiting) -> Call:
+    async def _wait(self, key: str, waiting: _Waiting, answer: asyncio.Future[Call]) -> Call:
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, answer)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                # Shielded: one waiter that times out or is cancelled must not take the answer from the others.
-                return await asyncio.shield(waiting.answer)
-        except TimeoutError as error:
-            self.counts.num_timeouts += 1
-            raise CallTimeout(f"the call was not answered within {self._timeout_s:g} s") from error
+            return await answer
+        finally:
+            timer.cancel()
+            self._forget(key, waiting, answer)
+
+    def _forget(self, key: str, waiting: _Waiting, answer: asyncio.Future[Call]) -> None:
+        waiting.waiters.remove(answer)
+        if not waiting.waiters:
+            del self._waiting[key]
+
+    def _time_out(self, answer: asyncio.Future[Call]) -> None:
+        self.counts.num_timeouts += 1
+        _fail(answer, CallTimeout(f"the call was not answered within {self._timeout_s:g} s"))
 
     def stop(self) -> None:
         """Fail all waiters, now and from now on, with `ShuttingDown`."""
         self._is_stopped = True
         for waiting in self._waiting.values():
-            self._fail(waiting, _closing())
+            waiting.fail(_closing())
 
     async def close(self) -> None:
         """Stop, and wait for what is being sent."""
@@ -174,17 +188,9 @@ class Calls:
 
     async def listen(self) -> None:
         """Until cancelled: answer calls as the news about them comes in."""
-        done: list[str] = []
         while True:
-            lease = self._responses.lease(max_messages=BATCH_SIZE, lease_s=LEASE_S, wait_s=WAIT_S)
-            # What was taken before is acked beside the next lease, so that nobody waits for that commit.
-            messages, _ = await asyncio.gather(lease, self._ack(done))
-            await self._take(messages)
-            done = [message.receipt for message in messages]
-
-    async def _ack(self, receipts: Sequence[str]) -> None:
-        if receipts:
-            await self._responses.ack(receipts)
+            # For good: whoever waits for it here would not outlive this process either.
+            await self._take(await self._responses.take(max_messages=BATCH_SIZE, wait_s=WAIT_S))
 
     async def look(self) -> None:
         """Until cancelled: look up the records of calls that wait long, in case the news was lost."""
@@ -207,12 +213,15 @@ class Calls:
                 continue
             key = call_key(response.run_id, response.purpose, response.sample_id, response.step_id)
             waiting = self._waiting.get(key)
-            if waiting is None or waiting.answer.done():
+            if waiting is None:
                 self.counts.num_unexpected += 1
             elif response.error is not None:
                 self.counts.num_failed += 1
                 error_code = response.error.get("code", "generation_failed")
-                self._fail(waiting, GenerationFailed(error_code, response.error.get("message", error_code)))
+                waiting.fail(GenerationFailed(error_code, response.error.get("message", error_code)))
+            elif response.call is not None:
+                self.counts.num_told += 1
+                self._answer(waiting, key, response.call)
             else:
                 recorded.append(key)
         self.counts.num_told += await self._answer_from_records(recorded)
@@ -222,19 +231,32 @@ class Calls:
         num_answered = 0
         for key, stored in zip(keys, await self._records.get(keys) if keys else (), strict=True):
             waiting = self._waiting.get(key)
-            if stored is None or waiting is None or waiting.answer.done():
+            if stored is None or waiting is None:
                 continue
             num_answered += 1
             try:
-                waiting.answer.set_result(checked_call(stored))
+                waiting.answer(checked_call(stored))
             except RecordCorrupt as error:
-                logger.error("%s", error, extra={"at": key})
-                self._fail(waiting, error)
+                self._report_corrupt(waiting, key, error)
         return num_answered
 
+    def _answer(self, waiting: _Waiting, key: str, call: Call) -> None:
+        """Answer with the record that came in the message."""
+        try:
+            check_call(call, key)
+        except RecordCorrupt as error:
+            self._report_corrupt(waiting, key, error)
+        else:
+            waiting.answer(call)
+
     @staticmethod
-    def _fail(waiting: _Waiting, error: BaseException) -> None:
-        if not waiting.answer.done():
-            waiting.answer.set_exception(error)
-            # Retrieved here, so that an answer whose waiters are all gone is no unhandled error.
-            waiting.answer.exception()
+    def _report_corrupt(waiting: _Waiting, key: str, error: RecordCorrupt) -> None:
+        logger.error("%s", error, extra={"at": key})
+        waiting.fail(error)
+
+
+def _fail(waiter: asyncio.Future[Call], error: BaseException) -> None:
+    if not waiter.done():
+        waiter.set_exception(error)
+        # Retrieved here, so that an error whose waiter is gone by now is no unhandled one.
+        waiter.exception()

@@ -2,7 +2,7 @@
 
     lease -> LeasedRollout -> complete, complete, ... -> report;  heartbeat beside it
 
-One `open_session` serves all rollouts of a worker. This module is the retry owner for everything between worker and
+One `HttpClient` serves all rollouts of a worker. This module is the retry owner for everything between worker and
 proxy: transport errors and 502, 503, 504 are repeated with jittered back-off, under the caller's deadline. A repeated
 chat call carries the same Idempotency-Key, so it is the same call. A repeated lease may leave rollouts leased to
 nobody: their leases run out. Heartbeats and reports are idempotent.
@@ -12,23 +12,21 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
-from yarl import URL
 
+from turnmill.conversation.http import HttpClient, Url
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import FinishReason, InvalidReason, Reply, RolloutRequest, RolloutResult, encode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_TRANSPORT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError)
 _TRANSIENT = (502, 503, 504)
 # 400s that are an end of the conversation; all others are a fault of the request.
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -69,22 +67,12 @@ class LeasedRollout:
     lease_s: float
 
 
-def open_session() -> aiohttp.ClientSession:
-    """The one session of a worker: keep-alive, no limit on connections, no cookies, no time-outs of its own."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-    )
-
-
 class ChatClient:
     """Chat completions of one rollout attempt."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: HttpClient,
         base_url: str,
         *,
         timeout_s: float,
@@ -93,7 +81,10 @@ class ChatClient:
     ) -> None:
         """`timeout_s` bounds one HTTP exchange; `deadline` (on the monotonic clock) bounds a call with its repeats."""
         self._session = session
-        self._url = URL(base_url.rstrip("/") + "/chat/completions")
+        self._url = Url.parse(base_url.rstrip("/") + "/chat/completions")
+        # A key of its own for each call: random for the attempt, then counted.
+        self._key = secrets.token_hex(16)
+        self._num_calls = 0
         self._timeout_s = timeout_s
         self._deadline = deadline
         self._retry = retry
@@ -105,11 +96,12 @@ class ChatClient:
         where the proxy or the generation failed; `InvalidInput` for a request that is not allowed; `LeaseLost` when
         the attempt is no longer current; `BackendUnavailable` when the proxy could not be reached in time.
         """
+        self._num_calls += 1
         status, body = await _post(
             self._session,
             self._url,
             encode({"model": _MODEL, "messages": messages, **params}),
-            {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex},
+            {"Idempotency-Key": f"{self._key}-{self._num_calls}"},
             timeout_s=self._timeout_s,
             deadline=self._deadline,
             retry=self._retry,
@@ -131,7 +123,7 @@ class RolloutApi:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: HttpClient,
         proxy_url: str,
         worker_token: str,
         *,
@@ -140,7 +132,8 @@ class RolloutApi:
     ) -> None:
         """`timeout_s` bounds one HTTP exchange, a long poll's wait not counted."""
         self._session = session
-        self._base = proxy_url.rstrip("/") + "/v1/rollouts"
+        base = proxy_url.rstrip("/") + "/v1/rollouts"
+        self._urls = {route: Url.parse(f"{base}/{route}") for route in ("lease", "heartbeat", "report")}
         self._worker_token = worker_token
         self._timeout_s = timeout_s
         self._retry = retry
@@ -189,9 +182,9 @@ class RolloutApi:
             raise InvalidInput(f"{route} can't be sent: {error}") from error
         status, answer = await _post(
             self._session,
-            URL(f"{self._base}/{route}"),
+            self._urls[route],
             content,
-            {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"},
+            {"Authorization": f"Bearer {secret}"},
             timeout_s=timeout_s or self._timeout_s,
             deadline=math.inf,
             retry=self._retry,
@@ -272,8 +265,8 @@ def _chat_error(status: int, body: bytes) -> Exception:
 
 
 async def _post(
-    session: aiohttp.ClientSession,
-    url: URL,
+    session: HttpClient,
+    url: Url,
     body: bytes,
     headers: Mapping[str, str],
     *,
@@ -286,14 +279,12 @@ async def _post(
     while True:
         try:
             left_s = max(0.001, min(timeout_s, deadline - time.monotonic()))
-            timeout = aiohttp.ClientTimeout(total=left_s)
-            async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
-                answer = await response.read()
+            status, answer = await session.post(url, body, headers, timeout_s=left_s)
             # A 504 of the proxy itself is the answer to the call (call_timeout); a network's 504 is none.
-            if response.status not in _TRANSIENT or (response.status == 504 and _shaped_error(answer) is not None):
-                return response.status, answer
-            trouble = f"HTTP {response.status}"
-        except _TRANSPORT_ERRORS as error:
+            if status not in _TRANSIENT or (status == 504 and _shaped_error(answer) is not None):
+                return status, answer
+            trouble = f"HTTP {status}"
+        except OSError as error:
             trouble = f"{type(error).__name__}: {error}"
         num_failures += 1
         now = time.monotonic()

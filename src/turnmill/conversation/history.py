@@ -38,17 +38,22 @@ PAGE_SIZE = 1000
 def checked_call(stored: Stored) -> Call:
     """The call in a record; raises `RecordCorrupt` if it is under a foreign key or does not match its digest."""
     call = _decoded(stored, Call)
-    if call.key != stored.key:
-        raise RecordCorrupt(f"record {stored.key} holds the call {call.key}")
+    check_call(call, stored.key)
+    return call
+
+
+def check_call(call: Call, key: str) -> None:
+    """Raise `RecordCorrupt` if the call is not the one of `key` or does not match its digest."""
+    if call.key != key:
+        raise RecordCorrupt(f"record {key} holds the call {call.key}")
     expected = call.expected_digest()
     if call.digest != expected:
-        raise RecordCorrupt(f"call {call.key} was altered: its digest is {expected}, recorded was {call.digest}")
+        raise RecordCorrupt(f"call {key} was altered: its digest is {expected}, recorded was {call.digest}")
     if not len(call.logprobs) <= len(call.token_ids) == len(call.loss_mask):
         raise RecordCorrupt(
-            f"call {call.key} has {len(call.token_ids)} tokens, {len(call.loss_mask)} mask bits, "
+            f"call {key} has {len(call.token_ids)} tokens, {len(call.loss_mask)} mask bits, "
             f"{len(call.logprobs)} log-probs"
         )
-    return call
 
 
 async def read_calls(records: RecordStore, run_id: str, purpose: Purpose, sample_id: str) -> list[Call]:

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.leases import Lease
-from turnmill.conversation.requests import parse_chat, parse_object, parse_report
+from turnmill.conversation.requests import parse_object, parse_report
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import (
     BackendUnavailable,
@@ -152,7 +152,7 @@ class App:
                 key = value.decode("latin-1")
             elif name == b"x-stainless-retry-count":
                 is_retry = value.strip() not in (b"", b"0")
-        request = parse_chat(await _body(scope, receive), self.sessions.sampling)
+        request = self.sessions.parse(secret, await _body(scope, receive))
         answer = await self.sessions.chat(secret, request, key=key or request.request_id, is_retry=is_retry)
         return _completion(answer, request.model)
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from turnmill.conversation.attempts import Attempt
 from turnmill.conversation.history import checked_sample, read_calls
+from turnmill.conversation.requests import Heard
 from turnmill.errors import LeaseLost, NotFound, Unauthorized
 from turnmill.ports import RecordStore, Write
 from turnmill.records import SampleRecord, SampleState, decode, encode, secret_key
@@ -84,6 +85,12 @@ class Registry:
         self._by_sample[sample.key] = attempt
         for kind in SecretKind:
             self._by_secret[hash_in(sample, kind) or ""] = (sample.key, kind)
+
+    def heard(self, secret: str) -> Heard:
+        """What was heard of the attempt that a chat secret opens; nothing, where it is not in memory."""
+        entry = self._by_secret.get(hash_secret(secret))
+        attempt = self._by_sample.get(entry[0]) if entry is not None and entry[1] is SecretKind.CHAT else None
+        return Heard() if attempt is None else attempt.heard
 
     def get(self, sample_key: str) -> Attempt | None:
         return self._by_sample.get(sample_key)

@@ -12,13 +12,15 @@ import msgspec
 
 from turnmill.conversation.branches import prefix_hashes, request_identity, text_of
 from turnmill.errors import InvalidRequest
-from turnmill.records import InvalidReason, Sampling
+from turnmill.records import InvalidReason, Sampling, encode
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 # Read elsewhere or without effect on what is sampled.
 PLAIN_KEYS = frozenset({"model", "messages", "request_id", "sample_id", "user", "metadata", "store"})
 MAX_TEXT = 4096
+# Requests of an attempt that are remembered: as many branches are gone on from without a full check.
+MAX_HEARD = 4
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -35,12 +37,45 @@ def parse_object(body: bytes) -> dict[str, Any]:
 # ---------------------------------------------------------------- chat
 
 
+class Heard:
+    """The latest requests of one attempt. One that goes on from them is checked and hashed from there on only.
+
+    So a turn costs the same however long the conversation is, but for what is linear and cheap: reading the body.
+    """
+
+    def __init__(self) -> None:
+        # (stored form of the messages without its end, their prefix hashes), the latest last.
+        self._latest: list[tuple[bytes, list[bytes]]] = []
+
+    def hashes(self, messages: list[Any]) -> list[bytes]:
+        """Prefix hashes of the request's messages; raises `InvalidRequest` for the first that is not served."""
+        encoded = encode(messages)[:-1]
+        known = self._longest_beginning(encoded)
+        hashes = list(known[1]) if known else []
+        start = len(hashes)
+        new = [_message(item, start + index) for index, item in enumerate(messages[start:])]
+        hashes += prefix_hashes(new, hashes[-1] if hashes else b"")
+        if known:
+            # Gone on from: in a conversation without branches one entry is all there is.
+            self._latest.remove(known)
+        self._latest = [*self._latest[1 - MAX_HEARD :], (encoded, hashes)]
+        return hashes
+
+    def _longest_beginning(self, encoded: bytes) -> tuple[bytes, list[bytes]] | None:
+        beginnings = [
+            entry
+            for entry in self._latest
+            if encoded.startswith(entry[0]) and encoded[len(entry[0]) :][:1] in (b",", b"")
+        ]
+        return max(beginnings, key=lambda entry: len(entry[0]), default=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """One chat completion that the run can serve."""
 
-    # Checked messages, their content as text.
-    messages: list[dict[str, Any]]
+    # As they came, checked.
+    raw_messages: list[Any]
     # Prefix hashes of the messages.
     hashes: list[bytes]
     # Of the whole request: what a transport retry repeats.
@@ -51,6 +86,10 @@ class ChatRequest:
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
+
+    def messages(self, start: int) -> list[dict[str, Any]]:
+        """The messages from index `start` on, with the keys that matter and their content as text."""
+        return [_message(item, start + index) for index, item in enumerate(self.raw_messages[start:])]
 
 
 # Keys that may be present with a value that asks for what happens anyway.
@@ -82,7 +121,7 @@ _WHY = {
 }
 
 
-def parse_chat(body: bytes, allowed: Sampling) -> ChatRequest:
+def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
     """A chat body against the run's sampling parameters; raises `InvalidRequest` naming the key."""
     raw = parse_object(body)
     max_new_tokens = allowed.max_new_tokens
@@ -101,9 +140,9 @@ def parse_chat(body: bytes, allowed: Sampling) -> ChatRequest:
             raise _not_allowed(key, value, why)
     sampling = allowed if max_new_tokens == allowed.max_new_tokens else replace(allowed, max_new_tokens=max_new_tokens)
     messages = _messages(raw.get("messages"))
-    hashes = prefix_hashes(messages)
+    hashes = heard.hashes(messages)
     return ChatRequest(
-        messages=messages,
+        raw_messages=messages,
         hashes=hashes,
         identity=request_identity(hashes[-1], sampling),
         sampling=sampling,
@@ -137,15 +176,14 @@ def _text(raw: dict[str, Any], key: str) -> str | None:
     return value
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    messages = [_message(item, index) for index, item in enumerate(value)]
-    if messages[-1]["role"] == "assistant":
+    if isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's; a call answers a user, system or tool message", param="messages"
         )
-    return messages
+    return value
 
 
 def _message(value: Any, index: int) -> dict[str, Any]:

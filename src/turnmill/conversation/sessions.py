@@ -24,7 +24,7 @@ from turnmill.conversation.calls import Calls
 from turnmill.conversation.history import ended_message, write_samples
 from turnmill.conversation.leases import CALL_RANGE, Lease, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
-from turnmill.conversation.requests import ChatRequest, Report
+from turnmill.conversation.requests import ChatRequest, Report, parse_chat
 from turnmill.errors import (
     BackendUnavailable,
     Conflict,
@@ -169,6 +169,10 @@ class Sessions:
         return await self._leases.renew(tokens)
 
     # ------------------------------------------------------------ chat
+
+    def parse(self, secret: str, body: bytes) -> ChatRequest:
+        """A chat body as the attempt of this secret may send it; raises `InvalidRequest` naming the key."""
+        return parse_chat(body, self.sampling, self._registry.heard(secret))
 
     async def chat(
         self, secret: str, request: ChatRequest, *, key: str | None = None, is_retry: bool = False

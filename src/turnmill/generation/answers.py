@@ -2,39 +2,80 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineResult
-from turnmill.records import Call, FinishReason, GenerateRequest, GenerateResponse, Version, call_key
+from turnmill.generation.stored import parent_key
+from turnmill.ports import Leased
+from turnmill.records import Call, FinishReason, GenerateRequest, GenerateResponse, Version, call_key, decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """What a replica needs of a recorded call to go on from it."""
+
+    key: str
+    digest: str
+    # Its last token ends the turn; else the reply was cut before.
+    has_ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """A leased request that could be read."""
+
+    request: GenerateRequest
+    # Of the record that it asks for, and of the call that it continues.
+    key: str
+    parent_key: str | None
+    receipt: str
+    # It was delivered or sent before, so that it may be answered already.
+    is_repeated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A leased request on its way through the engine."""
+    """A request on its way through the engine."""
 
-    request: GenerateRequest
-    receipt: str
+    received: Received
     # None without a parent.
-    parent: Call | None
+    parent: Parent | None
     # Tokens of the new messages, as rendered.
     new_ids: list[int]
     # Weights that serve it.
     version: Version
 
-    @property
-    def key(self) -> str:
-        return request_key(self.request)
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A sampled call in its stored form."""
+
+    digest: str
+    value: bytes
+    finish_reason: str
+    has_ended: bool
 
 
-def request_key(request: GenerateRequest) -> str:
-    """The key of the record that the request asks for."""
-    return call_key(request.run_id, request.purpose, request.sample_id, request.step_id)
+def received_of(leased: Leased) -> Received:
+    """Raises `msgspec.DecodeError` for a message that is no generate request."""
+    request = decode(leased.body, GenerateRequest)
+    return Received(
+        request=request,
+        key=call_key(request.run_id, request.purpose, request.sample_id, request.step_id),
+        parent_key=parent_key(request) if request.parent else None,
+        receipt=leased.receipt,
+        is_repeated=leased.num_receives > 1 or request.epoch > 0,
+    )
 
 
-def call_of(job: Job, result: EngineResult, text: str) -> Call:
-    """The sealed record of a call that was sampled; `text` is the decoded reply."""
-    request = job.request
+def parent_of(call: Call, end_ids: frozenset[int]) -> Parent:
+    """A recorded call as the parent of others."""
+    return Parent(key=call.key, digest=call.digest, has_ended=call.num_sampled > 0 and call.token_ids[-1] in end_ids)
+
+
+def sampled_of(job: Job, result: EngineResult, text: str, end_ids: frozenset[int]) -> Sampled:
+    """The record of a call that was sampled; `text` is the decoded reply."""
+    request = job.received.request
     finish_reason = result.finish_reason
     for stop in request.sampling.stop:
         # Stop strings cut the text alone: the tokens are what was sampled.
@@ -42,7 +83,7 @@ def call_of(job: Job, result: EngineResult, text: str) -> Call:
         if found:
             text, finish_reason = head, FinishReason.STOP
     trainable = int(request.sampling.is_trainable)
-    return Call(
+    call = Call(
         run_id=request.run_id,
         purpose=request.purpose,
         sample_id=request.sample_id,
@@ -61,29 +102,33 @@ def call_of(job: Job, result: EngineResult, text: str) -> Call:
         version=str(job.version),
         finish_reason=finish_reason,
         created_at=time.time(),
-    ).sealed()
+    )
+    digest, value = call.seal()
+    has_ended = bool(result.token_ids) and result.token_ids[-1] in end_ids
+    return Sampled(digest=digest, value=value, finish_reason=str(finish_reason), has_ended=has_ended)
+
+
+def news_of(request: GenerateRequest, sampled: Sampled) -> bytes:
+    """The body of the wake-up that brings a recorded call."""
+    response = GenerateResponse(
+        sample_id=request.sample_id,
+        step_id=request.step_id,
+        finish_reason=sampled.finish_reason,
+        run_id=request.run_id,
+        purpose=request.purpose,
+    )
+    return response.with_call(sampled.value)
 
 
 def response_of(call: Call) -> GenerateResponse:
-    """The wake-up that a recorded call gives, in the wire's form."""
-    sampled = call.token_ids[len(call.token_ids) - call.num_sampled :]
-    choice: dict[str, Any] = {
-        "message": call.reply,
-        "finish_reason": str(call.finish_reason),
-        "logprobs": {
-            "content": [
-                {"token": f"token_id:{token}", "logprob": logprob}
-                for token, logprob in zip(sampled, call.logprobs, strict=True)
-            ]
-        },
-    }
+    """The wake-up about a call that was recorded before."""
     return GenerateResponse(
         sample_id=call.sample_id,
         step_id=call.call_id,
-        data={"choices": [choice], "serving_model_num": Version.parse(call.version).n},
         finish_reason=str(call.finish_reason),
         run_id=call.run_id,
         purpose=call.purpose,
+        call=call,
     )
 
 
@@ -96,8 +141,3 @@ def refusal_of(request: GenerateRequest, error: GenerationFailed) -> GenerateRes
         run_id=request.run_id,
         purpose=request.purpose,
     )
-
-
-def has_ended(call: Call, end_ids: frozenset[int]) -> bool:
-    """Its last token ends the turn; else the reply was cut before."""
-    return call.num_sampled > 0 and call.token_ids[-1] in end_ids

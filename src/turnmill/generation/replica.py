@@ -2,13 +2,12 @@
 
     generate_request ─▶ [lease] ─▶ records: answered? parent? ─▶ [render] ─▶ engine slots ─▶ [step] ─▶ ended calls
                                                                                                            │
-    proxy ◀─ generate_response ◀─ [send, ack] ◀─ records (first write wins) ◀──────────────────────────────┘
+    proxy ◀─ generate_response ◀─ [ack] ◀─ records (first write wins) and their news, in one transaction ◀─┘
 
 Tasks of one replica:
     generate: consumes generate_request and the weight pointer; waits for either when nothing runs; unblocked by a
         message, by new weights or by `stop`; produces ended calls. The only one that touches the engine.
-    record: consumes ended calls, all that ended since the last time at once; produces call records, responses, acks.
-        It runs beside the next step, so that no step waits for storage.
+    record (`Recorder`): consumes ended calls; produces call records, responses, acks.
     leases: extends the leases of everything that is leased and not acked.
 
 Weights are swapped only while nothing runs, so a call has exactly one version. A request that was answered before (the
@@ -20,27 +19,28 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from turnmill.config import Config
 from turnmill.errors import GenerationFailed, RecordCorrupt
-from turnmill.generation.answers import Job, call_of, has_ended, refusal_of, request_key, response_of
-from turnmill.generation.engine import Engine, EngineCall, EngineResult
-from turnmill.generation.renderer import Renderer
-from turnmill.generation.stored import parent_key, read_calls, read_paths
-from turnmill.ports import Leased, Message, RunPorts, Write
-from turnmill.records import (
-    Call,
-    GenerateRequest,
-    GenerateResponse,
-    ReplicaStatus,
-    decode,
-    encode,
-    replica_key,
+from turnmill.generation.answers import (
+    Job,
+    Parent,
+    Received,
+    parent_of,
+    received_of,
+    refusal_of,
+    response_of,
+    sampled_of,
 )
+from turnmill.generation.engine import Engine, EngineCall, EngineResult
+from turnmill.generation.recorder import Ended, Recorder
+from turnmill.generation.renderer import Renderer
+from turnmill.generation.stored import read_calls, read_paths
+from turnmill.ports import Leased, RunPorts, Write
+from turnmill.records import Call, ReplicaStatus, encode, replica_key
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +51,6 @@ _WAIT_S = 0.5
 # How often an idle replica looks at the weight pointer.
 _IDLE_S = 0.05
 _NUM_FINGERPRINTS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """A request that needs nothing more from the engine: a call to record, or an answer that is ready."""
-
-    request: GenerateRequest
-    receipt: str
-    call: Call | None = None
-    response: GenerateResponse | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Received:
-    """A decoded message."""
-
-    request: GenerateRequest
-    receipt: str
 
 
 async def run_replica(
@@ -91,7 +73,7 @@ async def run_replica(
     await replica.write_status()
     serving = asyncio.create_task(replica.generate(), name=f"{name}-generate")
     helpers = [
-        asyncio.create_task(replica.record(), name=f"{name}-record"),
+        asyncio.create_task(replica.recorder.run(), name=f"{name}-record"),
         asyncio.create_task(replica.extend_leases(), name=f"{name}-leases"),
     ]
     try:
@@ -101,7 +83,7 @@ async def run_replica(
             if task.done():
                 task.result()
         await serving
-        await replica.drain(helpers[0])
+        await replica.recorder.drain(helpers[0])
     except RecordCorrupt as error:
         logger.error("%s stops: %s", name, error)
         raise
@@ -137,13 +119,9 @@ class _Replica:
         self._inbox: list[Leased] = []
         self._lease: asyncio.Task[list[Leased]] | None = None
         self._jobs: dict[str, Job] = {}
-        # Keys of calls that ended and are not recorded yet.
-        self._unrecorded: set[str] = set()
         # Leased and neither acked nor released, with the time of the last extension.
         self._receipts: dict[str, float] = {}
-        self._ended: asyncio.Queue[_Ended] = asyncio.Queue()
-        # (call key, digest) of calls whose record is ours: their caches may be continued.
-        self._kept: list[tuple[str, str]] = []
+        self.recorder = Recorder(ports, self._requests, self._receipts)
 
     # ------------------------------------------------------------ generate
 
@@ -202,63 +180,78 @@ class _Replica:
 
     async def _admit(self) -> None:
         """Bring the inbox into the engine, as far as it is not answered at once."""
-        kept, self._kept = self._kept, []
-        for key, digest in kept:
-            self._engine.keep(key, digest)
+        for kept in self.recorder.take_kept():
+            self._engine.keep(kept.key, kept.digest)
         if not self._inbox:
             return
         leased, self._inbox = self._inbox, []
         received = await self._decode(leased)
-        keys = [request_key(item.request) for item in received]
-        parents = [parent_key(item.request) if item.request.parent else None for item in received]
-        wanted = list(dict.fromkeys([*keys, *(key for key in parents if key)]))
-        stored = dict(zip(wanted, await read_calls(self._ports.records, wanted), strict=True)) if wanted else {}
+        recorded, parents = await self._look(received)
         missing: list[Job] = []
-        claimed = self._jobs.keys() | self._unrecorded
-        for item, key, parent in zip(received, keys, parents, strict=True):
-            call = stored[key]
+        claimed = self._jobs.keys() | self.recorder.unrecorded
+        for item in received:
+            call = recorded.get(item.key)
             if call is not None:
-                self._answer(item, response=response_of(call))
-            elif key in claimed:
+                self.recorder.put(Ended(received=item, response=response_of(call)))
+            elif item.key in claimed:
                 await self._abandon(item.receipt)
             else:
-                claimed.add(key)
-                job = self._prepare(item, stored[parent] if parent else None)
+                claimed.add(item.key)
+                job = self._prepare(item, parents.get(item.parent_key or ""))
                 if job is not None and not self._submit(job):
                     missing.append(job)
         # Caches that are held were taken first, so that these evict none of them.
-        paths = await read_paths(self._ports.records, [job.parent for job in missing if job.parent])
-        for job, path in zip(missing, paths, strict=True):
+        last_calls = [(job.parent.key, job.parent.digest) for job in missing if job.parent]
+        for job, path in zip(missing, await read_paths(self._ports.records, last_calls), strict=True):
             self._submit(job, path)
 
-    async def _decode(self, leased: Sequence[Leased]) -> list[_Received]:
+    async def _look(self, received: Sequence[Received]) -> tuple[dict[str, Call], dict[str, Parent]]:
+        """The records of requests that may be answered already, and what the others go on from, by key.
+
+        A request that is new to the queue is not looked up: should it be answered all the same, its record stands.
+        """
+        known = self.recorder.parents
+        parents = {
+            item.parent_key: known[item.parent_key] for item in received if item.parent_key and item.parent_key in known
+        }
+        answered = {item.key for item in received if item.is_repeated or item.key in known}
+        wanted = {item.parent_key for item in received if item.parent_key and item.parent_key not in parents}
+        keys = sorted(answered | wanted)
+        if not keys:
+            return {}, parents
+        found = zip(keys, await read_calls(self._ports.records, keys), strict=True)
+        recorded = {key: call for key, call in found if call is not None}
+        for key in wanted & recorded.keys():
+            parents[key] = parent_of(recorded[key], self._renderer.end_ids)
+        return {key: recorded[key] for key in answered & recorded.keys()}, parents
+
+    async def _decode(self, leased: Sequence[Leased]) -> list[Received]:
         """Messages that can't be read go back, until the queue's own limit makes them dead letters."""
         received = []
         for item in leased:
             try:
-                received.append(_Received(request=decode(item.body, GenerateRequest), receipt=item.receipt))
+                received.append(received_of(item))
             except msgspec.DecodeError as error:
                 logger.error("a generate request can't be read: %s", error, extra={"at": item.group})
                 await self._abandon(item.receipt)
         return received
 
-    def _prepare(self, item: _Received, parent: Call | None) -> Job | None:
+    def _prepare(self, item: Received, parent: Parent | None) -> Job | None:
         """Render the new messages; None when the request was refused."""
         request = item.request
         try:
-            if request.parent is None:
+            if item.parent_key is None:
                 new_ids = self._renderer.opening(request.messages, request.tools)
             elif parent is None:
                 raise GenerationFailed(
                     "unknown_parent", f"the call {request.parent} that this one continues is unknown"
                 )
             else:
-                ended = has_ended(parent, self._renderer.end_ids)
-                new_ids = self._renderer.continuation(request.messages, ended=ended, tools=request.tools)
+                new_ids = self._renderer.continuation(request.messages, ended=parent.has_ended, tools=request.tools)
         except GenerationFailed as error:
-            self._answer(item, response=refusal_of(request, error))
+            self.recorder.put(Ended(received=item, response=refusal_of(request, error)))
             return None
-        return Job(request=request, receipt=item.receipt, parent=parent, new_ids=new_ids, version=self._engine.version)
+        return Job(received=item, parent=parent, new_ids=new_ids, version=self._engine.version)
 
     def _submit(self, job: Job, path: list[int] | None = None) -> bool:
         """Give the job to the engine or refuse it; False when its stored path has to be read first."""
@@ -267,7 +260,7 @@ class _Replica:
         if held is None and path is None:
             return False
         num_prompt = (len(path) if held is None and path is not None else held or 0) + len(job.new_ids)
-        request = job.request
+        request, key = job.received.request, job.received.key
         limit = min(request.max_length or self._config.max_length, self._engine.max_length)
         room = min(request.sampling.max_new_tokens, limit - num_prompt)
         try:
@@ -277,7 +270,7 @@ class _Replica:
                 )
             self._engine.submit(
                 EngineCall(
-                    call_id=job.key,
+                    call_id=key,
                     seed_parts=(str(self._config.seed), str(request.purpose), request.step_id),
                     prefix_key=prefix_key,
                     new_ids=job.new_ids,
@@ -288,23 +281,22 @@ class _Replica:
                 )
             )
         except GenerationFailed as error:
-            self._ended.put_nowait(_Ended(request=request, receipt=job.receipt, response=refusal_of(request, error)))
+            self.recorder.put(Ended(received=job.received, response=refusal_of(request, error)))
         else:
-            self._jobs[job.key] = job
+            self._jobs[key] = job
         return True
 
     def _end(self, result: EngineResult) -> None:
         job = self._jobs.pop(result.call_id)
-        self._unrecorded.add(job.key)
+        received = job.received
+        self.recorder.unrecorded.add(received.key)
         if result.error is not None:
-            response = refusal_of(job.request, GenerationFailed("generation_failed", result.error))
-            self._ended.put_nowait(_Ended(request=job.request, receipt=job.receipt, response=response))
+            response = refusal_of(received.request, GenerationFailed("generation_failed", result.error))
+            self.recorder.put(Ended(received=received, response=response))
             return
-        call = call_of(job, result, self._renderer.decode(result.token_ids))
-        self._ended.put_nowait(_Ended(request=job.request, receipt=job.receipt, call=call))
-
-    def _answer(self, item: _Received, *, response: GenerateResponse) -> None:
-        self._ended.put_nowait(_Ended(request=item.request, receipt=item.receipt, response=response))
+        text = self._renderer.decode(result.token_ids)
+        sampled = sampled_of(job, result, text, self._renderer.end_ids)
+        self.recorder.put(Ended(received=received, sampled=sampled))
 
     async def _abandon(self, receipt: str) -> None:
         """Give a message back that this replica can't use now."""
@@ -316,53 +308,13 @@ class _Replica:
         if self._lease is not None:
             self._inbox.extend(await self._lease)
             self._lease = None
-        receipts = [item.receipt for item in self._inbox] + [job.receipt for job in self._jobs.values()]
+        receipts = [item.receipt for item in self._inbox] + [job.received.receipt for job in self._jobs.values()]
         for receipt in receipts:
             self._receipts.pop(receipt, None)
         if receipts:
             await self._requests.release(receipts)
 
-    # ------------------------------------------------------------ record and leases
-
-    async def record(self) -> None:
-        while True:
-            batch = [await self._ended.get()]
-            while not self._ended.empty():
-                batch.append(self._ended.get_nowait())
-            await self._record(batch)
-            for _ in batch:
-                self._ended.task_done()
-
-    async def _record(self, batch: Sequence[_Ended]) -> None:
-        """Write, send, ack, in this order: whatever dies in between is answered from the record later."""
-        calls = [item.call for item in batch if item.call]
-        written = await self._ports.records.write(
-            [Write(key=call.key, value=encode(call), expected=0) for call in calls]
-        )
-        lost = [call.key for call, is_ours in zip(calls, written, strict=True) if not is_ours]
-        truth = {call.key: call for call in calls}
-        if lost:
-            truth.update({call.key: call for call in await read_calls(self._ports.records, lost) if call})
-        self._kept.extend((call.key, call.digest) for call in calls if call.key not in lost)
-        messages = []
-        for item in batch:
-            response = item.response or response_of(truth[request_key(item.request)])
-            key = request_key(item.request)
-            messages.append(Message(body=encode(response), group=key, dedup_id=f"{key}/{item.request.epoch}"))
-        self._unrecorded.difference_update(request_key(item.request) for item in batch)
-        await self._ports.generate_response.send(messages)
-        receipts = [item.receipt for item in batch]
-        await self._requests.ack(receipts)
-        for receipt in receipts:
-            self._receipts.pop(receipt, None)
-
-    async def drain(self, recorder: "asyncio.Task[None]") -> None:
-        """Wait until everything that ended is recorded; raises what the recorder raised."""
-        joined = asyncio.create_task(self._ended.join(), name=f"{self._name}-drain")
-        await asyncio.wait([joined, recorder], return_when=asyncio.FIRST_COMPLETED)
-        joined.cancel()
-        if recorder.done():
-            recorder.result()
+    # ------------------------------------------------------------ leases and status
 
     async def extend_leases(self) -> None:
         """A lease that was lost all the same costs a second answer, which the record then discards."""

@@ -30,18 +30,20 @@ async def read_calls(records: RecordStore, keys: Sequence[str]) -> list[Call | N
     return calls
 
 
-async def read_paths(records: RecordStore, last_calls: Sequence[Call]) -> list[list[int]]:
-    """The tokens of the conversations that end in these calls, root first; one read a generation for all of them.
+async def read_paths(records: RecordStore, last_calls: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """The tokens of the conversations that end in these calls (key, digest), root first; one read a generation for all.
 
     Raises `RecordCorrupt` where a call is missing or is not the one that its child continued.
     """
-    paths = [[call] for call in last_calls]
-    unfinished = [path for path in paths if path[0].parent]
-    while unfinished:
-        keys = [parent_key(path[0]) for path in unfinished]
-        for path, key, call in zip(unfinished, keys, await read_calls(records, keys), strict=True):
-            if call is None or call.digest != path[0].parent_digest:
-                raise RecordCorrupt(f"{path[0].key} does not continue {key} as it is recorded")
+    paths: list[list[Call]] = [[] for _ in last_calls]
+    # Path, and key and digest of the call before what it holds.
+    wanted = [(path, *last) for path, last in zip(paths, last_calls, strict=True)]
+    while wanted:
+        found = await read_calls(records, [key for _, key, _ in wanted])
+        for (path, key, digest), call in zip(wanted, found, strict=True):
+            if call is None or call.digest != digest:
+                child = path[0].key if path else "a request"
+                raise RecordCorrupt(f"{child} does not continue {key} as it is recorded")
             path.insert(0, call)
-        unfinished = [path for path in unfinished if path[0].parent]
+        wanted = [(path, parent_key(path[0]), path[0].parent_digest) for path, _, _ in wanted if path[0].parent]
     return [[token for call in path for token in call.token_ids] for path in paths]

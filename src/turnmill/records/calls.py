@@ -7,6 +7,11 @@ from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
 from turnmill.records.keys import call_key
 from turnmill.records.outcomes import FinishReason, Purpose
 
+# How the stored forms end, and how one is put into the other.
+_END = b'"}'
+_CALL = b'"call":'
+_NO_CALL = b'"call":null}'
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -93,11 +98,20 @@ class Call:
         return len(self.logprobs)
 
     def expected_digest(self) -> str:
-        return digest_of(encode(replace(self, digest="")))
+        """What `digest` must be: over the stored form without it."""
+        encoded = encode(self)
+        # The digest is the last field and, where it is one, plain text.
+        return digest_of(encoded[: len(encoded) - len(self.digest) - len(_END)] + _END)
 
     def sealed(self) -> "Call":
         """A copy that carries its digest."""
         return replace(self, digest=self.expected_digest())
+
+    def seal(self) -> tuple[str, bytes]:
+        """Digest and stored form, digest included, of a call that carries none yet."""
+        encoded = encode(self)
+        digest = digest_of(encoded)
+        return digest, encoded[: -len(_END)] + digest.encode() + _END
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +128,9 @@ class GenerateResponse:
     error: dict[str, str] | None = None
     run_id: str = ""
     purpose: Purpose = Purpose.TRAIN
+    # The record itself, so that nobody has to read it; our replicas send it in the place of `data`.
+    call: Call | None = None
+
+    def with_call(self, stored: bytes) -> bytes:
+        """The sent form of this response, which has no `call`, with the stored form of one."""
+        return encode(self).removesuffix(_NO_CALL) + _CALL + stored + b"}"

@@ -9,9 +9,8 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-import aiohttp
-
 from turnmill.conversation.client import ChatClient, LeasedRollout
+from turnmill.conversation.http import HttpClient
 from turnmill.environment.base import Environment
 from turnmill.environment.boundary import WatchedChat, invalid, play_scored
 from turnmill.errors import LeaseLost
@@ -39,7 +38,7 @@ class InProcessRunner:
     def __init__(
         self,
         environment: Environment,
-        session: aiohttp.ClientSession,
+        session: HttpClient,
         *,
         call_timeout_s: float,
         training_timeout_s: float,

@@ -290,10 +290,9 @@ class Scheduler:
 
     async def _listen(self) -> None:
         while True:
-            messages = await self._responses.lease(max_messages=BATCH_SIZE, lease_s=LEASE_S, wait_s=WAIT_S)
+            messages = await self._responses.take(max_messages=BATCH_SIZE, wait_s=WAIT_S)
             if messages:
                 self.counts.num_told += await self._take(self._wanted(messages))
-                await self._responses.ack([message.receipt for message in messages])
 
     def _wanted(self, messages: Sequence[Leased]) -> list[str]:
         """Ids of the open samples that messages tell about."""

@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from turnmill.config import Config
-from turnmill.conversation.client import LeasedRollout, RolloutApi, open_session
+from turnmill.conversation.client import LeasedRollout, RolloutApi
+from turnmill.conversation.http import HttpClient
 from turnmill.environment.base import Environment
 from turnmill.errors import InvalidInput, LeaseLost, RoleFailed
 from turnmill.records import InvalidReason, RolloutResult
@@ -41,7 +42,7 @@ async def run_worker(
     Raises `InvalidInput` when the proxy refuses the worker token, `BackendUnavailable` when it stays away for a
     minute.
     """
-    async with open_session() as session:
+    async with HttpClient() as session:
         runner = InProcessRunner(
             environment,
             session,

@@ -68,9 +68,9 @@ async def test_every_port_has_its_own_place(tmp_path: Path) -> None:
         "runs/run/metrics.jsonl",
         "runs/run/queues/generate_request-0.db",
         "runs/run/queues/generate_request-1.db",
-        "runs/run/queues/generate_response.db",
         "runs/run/queues/rollout_request.db",
         "runs/run/queues/rollout_response.db",
+        "runs/run/records/calls.db",
         "runs/run/records/samples.db",
     ]
     with pytest.raises(BackendUnavailable, match="closed"):

@@ -53,7 +53,8 @@ async def locked(path: Path, database: Database) -> sqlite3.Connection:
 
 async def test_operations_that_wait_together_share_one_commit(path: Path) -> None:
     commits: list[int] = []
-    database = Database(path, SCHEMA, after_commit=lambda: commits.append(1))
+    database = Database(path, SCHEMA)
+    database.after_commit.append(lambda: commits.append(1))
     other = await locked(path, database)
     commits.clear()
     first = database.write(lambda connection: insert(connection, "first"))

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from turnmill.conversation.client import ChatClient, LeasedRollout, Retry, RolloutApi, open_session
+from turnmill.conversation.client import ChatClient, LeasedRollout, Retry, RolloutApi
+from turnmill.conversation.http import HttpClient
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import FinishReason, InvalidReason, RolloutRequest, RolloutResult, StopReason
 
@@ -95,7 +95,7 @@ OK = answer(200, COMPLETION)
 
 
 @asynccontextmanager
-async def serving(*answers: Answer) -> AsyncIterator[tuple[Server, aiohttp.ClientSession]]:
+async def serving(*answers: Answer) -> AsyncIterator[tuple[Server, HttpClient]]:
     server = Server(list(answers))
     app = web.Application()
     app.router.add_post("/{path:.*}", server.handle)
@@ -105,18 +105,18 @@ async def serving(*answers: Answer) -> AsyncIterator[tuple[Server, aiohttp.Clien
     await site.start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        async with open_session() as session:
+        async with HttpClient() as session:
             yield server, session
     finally:
         await runner.cleanup()
 
 
-def chat_client(server: Server, session: aiohttp.ClientSession, **options: Any) -> ChatClient:
+def chat_client(server: Server, session: HttpClient, **options: Any) -> ChatClient:
     settings: dict[str, Any] = {"timeout_s": 30.0, "deadline": math.inf, "retry": FAST, **options}
     return ChatClient(session, f"{server.url}/a/{SECRET}/v1", **settings)
 
 
-def rollout_api(server: Server, session: aiohttp.ClientSession) -> RolloutApi:
+def rollout_api(server: Server, session: HttpClient) -> RolloutApi:
     return RolloutApi(session, server.url, "workertoken", retry=FAST)
 
 
@@ -143,7 +143,7 @@ def a_rollout(server: Server) -> dict[str, Any]:
     }
 
 
-async def a_lease(server: Server, session: aiohttp.ClientSession) -> LeasedRollout:
+async def a_lease(server: Server, session: HttpClient) -> LeasedRollout:
     (leased,) = await rollout_api(server, session).lease(worker="worker-0", max_rollouts=8, wait_s=0)
     return leased
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from turnmill.conversation.client import ChatClient, LeasedRollout, RolloutApi, open_session
+from turnmill.conversation.client import ChatClient, LeasedRollout, RolloutApi
+from turnmill.conversation.http import HttpClient
 from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import DropReason, InvalidReason, Purpose, RolloutResult, SampleRecord, SampleState, Task
 from turnmill.rollout.scheduler import Scheduler
@@ -20,23 +21,23 @@ TASK = Task(id="task", metadata={"prompt": "Guess."})
 
 
 @asynccontextmanager
-async def parts(world: "World") -> AsyncIterator[tuple[Scheduler, RolloutApi]]:
+async def parts(world: "World") -> AsyncIterator[tuple[Scheduler, RolloutApi, HttpClient]]:
     ports = world.ports
     scheduler = Scheduler(
         ports.records, ports.rollout_request, ports.rollout_response, "run-1", Purpose.TRAIN, world.config
     )
     await scheduler.start()
-    async with open_session() as session:
-        yield scheduler, RolloutApi(session, world.url, "worker-token-0123456789")
+    async with HttpClient() as session:
+        yield scheduler, RolloutApi(session, world.url, "worker-token-0123456789"), session
     await scheduler.close()
 
 
-def client(world: "World", leased: LeasedRollout) -> ChatClient:
-    return ChatClient(world.http, leased.base_url, timeout_s=10.0, deadline=time.monotonic() + 10)
+def client(http: HttpClient, leased: LeasedRollout) -> ChatClient:
+    return ChatClient(http, leased.base_url, timeout_s=10.0, deadline=time.monotonic() + 10)
 
 
-async def play(world: "World", leased: LeasedRollout, num_turns: int = 3) -> None:
-    chat = client(world, leased)
+async def play(http: HttpClient, leased: LeasedRollout, num_turns: int = 3) -> None:
+    chat = client(http, leased)
     messages = [{"role": "user", "content": "Guess."}]
     for _ in range(num_turns):
         reply = await chat.complete(messages)
@@ -44,7 +45,7 @@ async def play(world: "World", leased: LeasedRollout, num_turns: int = 3) -> Non
 
 
 async def test_many_samples_go_all_the_way_and_nothing_is_left(world: "World") -> None:
-    async with parts(world) as (scheduler, api):
+    async with parts(world) as (scheduler, api, http):
         wanted = await scheduler.request([(TASK, "g")] * 12)
         rollouts: list[LeasedRollout] = []
         while len(rollouts) < 12:
@@ -52,7 +53,7 @@ async def test_many_samples_go_all_the_way_and_nothing_is_left(world: "World") -
         assert await api.heartbeat(worker="w", lease_tokens=[item.lease_token for item in rollouts]) == []
 
         async def whole(leased: LeasedRollout) -> None:
-            await play(world, leased)
+            await play(http, leased)
             await api.report(leased, RolloutResult(reward=0.5, metrics={"turns": 3.0}))
 
         await asyncio.gather(*map(whole, rollouts))
@@ -66,14 +67,14 @@ async def test_many_samples_go_all_the_way_and_nothing_is_left(world: "World") -
 
 
 async def test_a_worker_that_dies_is_replaced_and_the_sample_ends_once(world_of: "WorldOf") -> None:
-    async with world_of(worker_lease_s=0.3) as world, parts(world) as (scheduler, api):
+    async with world_of(worker_lease_s=0.3) as world, parts(world) as (scheduler, api, http):
         await scheduler.request([(TASK, "g")])
         (dead,) = await api.lease(worker="w0", max_rollouts=1, wait_s=5)
-        await play(world, dead, num_turns=2)
+        await play(http, dead, num_turns=2)
         (alive,) = await api.lease(worker="w1", max_rollouts=1, wait_s=5)
-        await play(world, alive, num_turns=3)
+        await play(http, alive, num_turns=3)
         with pytest.raises(LeaseLost):
-            await client(world, dead).complete([{"role": "user", "content": "Guess."}])
+            await client(http, dead).complete([{"role": "user", "content": "Guess."}])
         with pytest.raises(LeaseLost):
             await api.report(dead, RolloutResult(reward=1.0))
         await api.report(alive, RolloutResult(reward=0.25))
@@ -84,7 +85,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_sample_ends_once(world_of:
 
 
 async def test_a_sample_that_every_worker_loses_ends_as_invalid(world_of: "WorldOf") -> None:
-    async with world_of(worker_lease_s=0.1, max_attempts=2) as world, parts(world) as (scheduler, api):
+    async with world_of(worker_lease_s=0.1, max_attempts=2) as world, parts(world) as (scheduler, api, _http):
         await scheduler.request([(TASK, "g")])
         for _ in range(2):
             assert len(await api.lease(worker="w", max_rollouts=1, wait_s=5)) == 1
@@ -94,7 +95,7 @@ async def test_a_sample_that_every_worker_loses_ends_as_invalid(world_of: "World
 
 
 async def test_a_dropped_sample_is_told_to_the_worker_that_plays_it(world: "World") -> None:
-    async with parts(world) as (scheduler, api):
+    async with parts(world) as (scheduler, api, _http):
         await scheduler.request([(TASK, "g"), (TASK, "g")])
         (leased,) = await api.lease(worker="w", max_rollouts=1, wait_s=5)
         await scheduler.drop(["task_0", "task_1"], DropReason.CANCELLED)
@@ -106,14 +107,14 @@ async def test_a_dropped_sample_is_told_to_the_worker_that_plays_it(world: "Worl
 
 
 async def test_refusals_reach_the_client_as_its_own_errors(world: "World") -> None:
-    async with parts(world) as (scheduler, api):
+    async with parts(world) as (scheduler, api, http):
         await scheduler.request([(TASK, "g")])
         (leased,) = await api.lease(worker="w", max_rollouts=1, wait_s=5)
         world.replica.reply = lambda request: {"code": "context_length_exceeded", "message": "too long"}
         with pytest.raises(GenerationFailed) as failed:
-            await client(world, leased).complete([{"role": "user", "content": "Guess."}])
+            await client(http, leased).complete([{"role": "user", "content": "Guess."}])
         assert failed.value.code == "context_length_exceeded"
         with pytest.raises(InvalidInput, match="temperature"):
-            await client(world, leased).complete([{"role": "user", "content": "Guess."}], temperature=0.1)
+            await client(http, leased).complete([{"role": "user", "content": "Guess."}], temperature=0.1)
         with pytest.raises(InvalidInput, match="outside the range"):
             await api.report(leased, RolloutResult(reward=2.0))

@@ -24,7 +24,7 @@ from tests.unit.generation.bench import (
     write_weights,
 )
 from turnmill.errors import RecordCorrupt
-from turnmill.ports import Message, RecordStore, RunPorts, Write
+from turnmill.ports import Message, Outbox, RunPorts, Write
 from turnmill.records import Purpose, ReplicaStatus, Sampling, Version, call_key, decode, encode, replica_key
 
 
@@ -106,15 +106,16 @@ async def test_a_message_that_can_not_be_read_goes_back_and_stops_nobody(
 
 @pytest.mark.parametrize("field", ["token_ids", "loss_mask", "logprobs"])
 async def test_a_parent_that_was_altered_stops_the_replica(field: str, ports: RunPorts, shipped: Path) -> None:
+    async with serving(ports, CountingEngine(shipped), shipped):
+        await ask(ports, request_for("a_0"))
+    call = await recorded(ports, "a_0")
+    values = list(getattr(call, field))
+    values[-1] = 1 - values[-1] if field == "loss_mask" else values[-1] + 1
+    changes: dict[str, Any] = {field: values}
+    await ports.records.write([Write(key=call.key, value=encode(replace(call, **changes)), expected=1)])
+    # Another replica than the one that sampled it, which still knows what it recorded.
     with pytest.raises(RecordCorrupt, match="calls/run/train/a/a_0 does not match its digest"):
         async with serving(ports, CountingEngine(shipped), shipped) as replica:
-            await ask(ports, request_for("a_0"))
-            call = await recorded(ports, "a_0")
-            values = list(getattr(call, field))
-            values[-1] = 1 - values[-1] if field == "loss_mask" else values[-1] + 1
-            changes: dict[str, Any] = {field: values}
-            altered = replace(call, **changes)
-            await ports.records.write([Write(key=call.key, value=encode(altered), expected=1)])
             await send(ports, request_for("a_1", FEEDBACK, parent="a_0"))
             await replica
 
@@ -156,7 +157,7 @@ async def test_weights_are_swapped_only_between_calls_and_each_call_has_one_vers
             assert (await recorded(ports, f"{n}0_0")).version == ("0.0" if n == 1 else "1.1")
             assert (await recorded(ports, f"{n}0late_0")).version == str(version)
         crossing = await ask(ports, request_for("10_1", FEEDBACK, parent="10_0"))
-        assert crossing.data is not None and crossing.data["serving_model_num"] == 2
+        assert crossing.call is not None and crossing.call.version == "1.2"
     for n in (1, 2):
         for i in range(4):
             for name in (f"{n}{i}_0", f"{n}{i}late_0"):
@@ -199,37 +200,35 @@ async def test_a_stopped_replica_gives_running_calls_back(ports: RunPorts, rando
         assert all(response.error is None for response in await receive(ports, 2))
 
 
-class SlowRecords:
-    """A record store whose writes of calls wait for `may_write`."""
+class SlowAnswers:
+    """An outbox whose writes of calls wait for `may_write`."""
 
-    def __init__(self, records: RecordStore) -> None:
-        self._records = records
-        self.scan = records.scan
-        self.get = records.get
+    def __init__(self, answers: Outbox) -> None:
+        self._answers = answers
         self.has_calls = asyncio.Event()
         self.may_write = asyncio.Event()
 
-    async def write(self, writes: Sequence[Write]) -> list[bool]:
-        if any(write.key.startswith("calls/") for write in writes):
+    async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+        if entries:
             self.has_calls.set()
             await self.may_write.wait()
-        return await self._records.write(writes)
+        return await self._answers.write(entries)
 
 
 async def test_a_request_that_comes_again_before_its_answer_is_recorded_is_not_sampled_again(
     ports: RunPorts, shipped: Path
 ) -> None:
     """As after a pause of the whole process, in which the lease ran out."""
-    engine, records = CountingEngine(shipped), SlowRecords(ports.records)
-    async with serving(replace(ports, records=records), engine, shipped):
+    engine, answers = CountingEngine(shipped), SlowAnswers(ports.answers)
+    async with serving(replace(ports, answers=answers), engine, shipped):
         await send(ports, request_for("a_0"))
-        await records.has_calls.wait()
+        await answers.has_calls.wait()
         again = request_for("a_0", epoch=1)
         await ports.generate_request[0].send([Message(body=encode(again), group="other", dedup_id="again")])
         # A message behind it is answered only after it was looked at.
         await send(ports, request_for("b_0"))
         await engine.have_joined(2)
-        records.may_write.set()
+        answers.may_write.set()
         assert len(await receive(ports, 3)) == 3
     assert sorted(call.call_id for call in engine.submitted) == [
         call_key("run", Purpose.TRAIN, sample_id, f"{sample_id}_0") for sample_id in ("a", "b")

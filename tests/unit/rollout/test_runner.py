@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 
-from turnmill.conversation.client import LeasedRollout, open_session
+from turnmill.conversation.client import LeasedRollout
+from turnmill.conversation.http import HttpClient
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score
 from turnmill.environment.wordle import Wordle
 from turnmill.errors import LeaseLost
@@ -92,7 +93,7 @@ def leased(server: Proxy, *, in_s: float = 60.0) -> LeasedRollout:
 
 @asynccontextmanager
 async def runner_of(environment: Environment, *, training_timeout_s: float = 60.0) -> AsyncIterator[Runner]:
-    async with open_session() as session:
+    async with HttpClient() as session:
         yield InProcessRunner(environment, session, call_timeout_s=60.0, training_timeout_s=training_timeout_s)
 
 

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from turnmill.config import Config
-from turnmill.conversation.client import Retry, RolloutApi, open_session
+from turnmill.conversation.client import Retry, RolloutApi
+from turnmill.conversation.http import HttpClient
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score
 from turnmill.environment.wordle import Wordle
 from turnmill.errors import BackendUnavailable, InvalidInput
@@ -365,7 +366,7 @@ async def test_a_proxy_that_stays_away_ends_the_worker_with_an_error() -> None:
     with socket.socket() as deaf:
         # Bound, but not listening: connections are refused.
         deaf.bind(("127.0.0.1", 0))
-        async with open_session() as session:
+        async with HttpClient() as session:
             url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
             api = RolloutApi(session, url, TOKEN, retry=Retry(for_s=0.1, first_s=0.01, most_s=0.02))
             runner = InProcessRunner(Wordle(), session, call_timeout_s=1, training_timeout_s=1)

@@ -2,7 +2,8 @@
 
     ROOT/records/                        the deployment's records
     ROOT/runs/<run>/records/<kind>.db    the run's records
-                    queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it
+                    queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it.
+                                         generate_response lies beside the calls, so that an answer is one transaction
                     blobs/  weights/  logs/  checkpoints/  metrics.jsonl
                     locks/<name>.lock    held by the role process of that name as long as it lives
 
@@ -18,8 +19,12 @@ from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
 from turnmill.backends.embedded.locks import wait_until_gone
 from turnmill.backends.embedded.metrics import JsonlMetricSink
+from turnmill.backends.embedded.outbox import SqliteOutbox
+from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
+from turnmill.backends.embedded.records import SCHEMA as RECORDS_SCHEMA
 from turnmill.backends.embedded.records import SqliteRecordStore
+from turnmill.backends.embedded.sqlite import Database
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
 from turnmill.ports import RunPorts
@@ -40,10 +45,13 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
         raise InvalidInput(f"run id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
     folder = root.absolute() / "runs" / run_id
     runs = open_root_records(root)
-    records = SqliteRecordStore(folder / "records")
-    names = ["rollout_request", "rollout_response", "generate_response"]
+    calls = Database(folder / "records" / "calls.db", RECORDS_SCHEMA + QUEUE_SCHEMA)
+    records = SqliteRecordStore(folder / "records", shared={"calls": calls})
+    names = ["rollout_request", "rollout_response"]
     names += [f"generate_request-{index}" for index in range(num_replicas)]
     queues = {name: SqliteQueue(folder / "queues" / f"{name}.db") for name in names}
+    answers = SqliteQueue(folder / "queues" / "generate_response.db", database=calls)
+    queues["generate_response"] = answers
     closers: list[Callable[[], None]] = [queue.close for queue in queues.values()] + [records.close, runs.close]
     return RunPorts(
         runs=runs,
@@ -54,7 +62,8 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
         rollout_request=queues["rollout_request"],
         rollout_response=queues["rollout_response"],
         generate_request=[queues[f"generate_request-{index}"] for index in range(num_replicas)],
-        generate_response=queues["generate_response"],
+        generate_response=answers,
+        answers=SqliteOutbox(calls, answers),
         close=partial(_close_all, closers),
     )
 

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +24,13 @@ from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
 
 DEDUP_WINDOW_S = 300.0
+# How often ids that are past the window are removed.
+_FORGET_EVERY_S = 1.0
 # Longest time between two looks at the queue while waiting: what a lost wake-up costs.
 _LOOK_EVERY_S = 0.5
 _WAITING, _READY, _HIDDEN = 0, 1, 2
 
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS messages (
     id INTEGER PRIMARY KEY,
     grp TEXT NOT NULL,
@@ -42,6 +44,7 @@ CREATE TABLE IF NOT EXISTS messages (
 CREATE INDEX IF NOT EXISTS messages_by_group ON messages (grp, id);
 CREATE INDEX IF NOT EXISTS messages_ready ON messages (id) WHERE state = 1;
 CREATE INDEX IF NOT EXISTS messages_hidden ON messages (visible_at) WHERE state = 2;
+CREATE INDEX IF NOT EXISTS messages_waiting ON messages (id) WHERE state = 0;
 CREATE TABLE IF NOT EXISTS sent (dedup_id TEXT PRIMARY KEY, sent_at REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sent_by_time ON sent (sent_at);
 CREATE TABLE IF NOT EXISTS dead (
@@ -56,12 +59,19 @@ _INSERT = """
 INSERT INTO messages (grp, body, state)
 VALUES (?1, ?2, CASE WHEN EXISTS (SELECT 1 FROM messages WHERE grp = ?1) THEN 0 ELSE 1 END)
 """
+_REMEMBER = """
+INSERT INTO sent VALUES (?, ?) ON CONFLICT (dedup_id) DO UPDATE SET sent_at = excluded.sent_at WHERE sent_at <= ?
+"""
 _PROMOTE = """
 UPDATE messages SET state = 1 WHERE state = 0 AND id = (SELECT id FROM messages WHERE grp = ? ORDER BY id LIMIT 1)
 """
 _LEASE = """
 UPDATE messages SET state = 2, hidden_at = ?, visible_at = ?, token = ?, num_receives = num_receives + 1
 WHERE id IN (SELECT id FROM messages WHERE state = 1 ORDER BY id LIMIT ?)
+RETURNING id, grp, body, num_receives
+"""
+_TAKE = """
+DELETE FROM messages WHERE id IN (SELECT id FROM messages WHERE state = 1 ORDER BY id LIMIT ?)
 RETURNING id, grp, body, num_receives
 """
 
@@ -80,15 +90,19 @@ class SqliteQueue:
         max_receives: int = 20,
         clock: Callable[[], float] = time.monotonic,
         busy_s: float = BUSY_S,
+        database: Database | None = None,
     ) -> None:
+        """The queue at `path`, or in the tables of `SCHEMA` in another `database`; `path` then names its pipes only."""
         self._max_receives = max_receives
         self._clock = clock
         self._wake_folder = path.with_suffix(".wake")
         self._bell = Bell(self._wake_folder)
-        self._db = Database(path, _SCHEMA, busy_s=busy_s, after_commit=self._ring)
-        # Set in the file's thread by operations that made a message ready.
+        self._db = database or Database(path, SCHEMA, busy_s=busy_s)
+        self._db.after_commit.append(self._ring)
+        # Set by operations that made a message ready.
         self._news = False
-        # Set in the file's thread once the times of an earlier clock are gone.
+        self._forgot_at = 0.0
+        # Set once the times of an earlier clock are gone.
         self._is_settled = False
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
 
@@ -97,21 +111,15 @@ class SqliteQueue:
     async def send(self, messages: Sequence[Message]) -> None:
         """See `ports.WorkQueue.send`."""
         if messages:
-            await self._db.write(partial(self._send, messages=messages))
+            await self._db.write(partial(self.append, messages=messages))
 
     async def lease(self, *, max_messages: int, lease_s: float, wait_s: float = 0.0) -> list[Leased]:
         """See `ports.WorkQueue.lease`. Cancelled while messages are on their way, it gives them back."""
-        give_up = time.monotonic() + wait_s
-        if wait_s <= 0:
-            return await self._lease_now(max_messages, lease_s)
-        waiter = self._waiter()
-        while True:
-            seen = waiter.num_rings
-            leased = await self._lease_now(max_messages, lease_s)
-            remaining_s = give_up - time.monotonic()
-            if leased or remaining_s <= 0:
-                return leased
-            await waiter.wait(seen=seen, timeout_s=min(remaining_s, _LOOK_EVERY_S))
+        return await self._wait(partial(self._lease_now, max_messages, lease_s), wait_s)
+
+    async def take(self, *, max_messages: int, wait_s: float = 0.0) -> list[Leased]:
+        """See `ports.WorkQueue.take`."""
+        return await self._wait(partial(self._take_now, max_messages), wait_s)
 
     async def extend(self, receipts: Sequence[str], lease_s: float) -> list[bool]:
         """See `ports.WorkQueue.extend`."""
@@ -165,8 +173,26 @@ class SqliteQueue:
             waiter.close()
         self._waiters.clear()
         self._db.close()
+        self._bell.close()
 
     # ------------------------------------------------------------ on the loop
+
+    async def _wait(self, look: Callable[[], Awaitable[list[Leased]]], wait_s: float) -> list[Leased]:
+        """Look until there is something, `wait_s` at most."""
+        give_up = time.monotonic() + wait_s
+        if wait_s <= 0:
+            return await look()
+        waiter = self._waiter()
+        while True:
+            seen = waiter.num_rings
+            found = await look()
+            remaining_s = give_up - time.monotonic()
+            if found or remaining_s <= 0:
+                return found
+            await waiter.wait(seen=seen, timeout_s=min(remaining_s, _LOOK_EVERY_S))
+
+    async def _take_now(self, max_messages: int) -> list[Leased]:
+        return await self._db.write(partial(self._take, max_messages=max_messages))
 
     async def _lease_now(self, max_messages: int, lease_s: float) -> list[Leased]:
         future = self._db.write(partial(self._lease, max_messages=max_messages, lease_s=lease_s))
@@ -190,25 +216,29 @@ class SqliteQueue:
             self._waiters[loop] = Waiter(self._wake_folder)
         return self._waiters[loop]
 
-    # ------------------------------------------------------------ in the file's thread
+    # ------------------------------------------------------------ operations
 
     def _ring(self) -> None:
         if self._news:
             self._news = False
             self._bell.ring()
 
-    def _send(self, connection: sqlite3.Connection, *, messages: Sequence[Message]) -> None:
+    def append(self, connection: sqlite3.Connection, *, messages: Iterable[Message]) -> None:
+        """`send` as an operation on the queue's file, to be part of a larger one."""
         now = self._settled_clock(connection)
-        connection.execute("DELETE FROM sent WHERE sent_at <= ?", (now - DEDUP_WINDOW_S,))
+        before = now - DEDUP_WINDOW_S
+        if not 0 <= now - self._forgot_at < _FORGET_EVERY_S:
+            self._forgot_at = now
+            connection.execute("DELETE FROM sent WHERE sent_at <= ?", (before,))
         for message in messages:
-            new = connection.execute("INSERT OR IGNORE INTO sent VALUES (?, ?)", (message.dedup_id, now)).rowcount
-            if new:
+            dedup_id = message.dedup_id
+            if dedup_id is None or connection.execute(_REMEMBER, (dedup_id, now, before)).rowcount:
                 connection.execute(_INSERT, (message.group, message.body))
                 self._news = True
 
     def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
         now = self._settled_clock(connection)
-        connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND visible_at <= ?", (now,))
+        self._return_expired(connection, now)
         token = secrets.token_hex(8)
         leased: list[Leased] = []
         while len(leased) < max_messages:
@@ -225,6 +255,25 @@ class SqliteQueue:
                     receipt = f"{row_id}.{token}"
                     leased.append(Leased(body=body, group=group, receipt=receipt, num_receives=num_receives))
         return leased
+
+    @staticmethod
+    def _return_expired(connection: sqlite3.Connection, now: float) -> None:
+        connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND visible_at <= ?", (now,))
+
+    def _take(self, connection: sqlite3.Connection, *, max_messages: int) -> list[Leased]:
+        self._return_expired(connection, self._settled_clock(connection))
+        taken: list[Leased] = []
+        while len(taken) < max_messages:
+            rows = sorted(connection.execute(_TAKE, (max_messages - len(taken),)).fetchall())
+            if not rows:
+                break
+            if self._has_waiting(connection):
+                self._promote(connection, [group for _, group, _, _ in rows])
+            taken += [
+                Leased(body=body, group=group, receipt="", num_receives=num_receives + 1)
+                for _, group, body, num_receives in rows
+            ]
+        return taken
 
     def _settled_clock(self, connection: sqlite3.Connection) -> float:
         """The time; what is dated later is of before the machine was started, and its consumers are gone."""
@@ -251,6 +300,11 @@ class SqliteQueue:
             if connection.execute(_PROMOTE, (group,)).rowcount:
                 self._news = True
 
+    @staticmethod
+    def _has_waiting(connection: sqlite3.Connection) -> bool:
+        """Some message waits behind its group: usually none does."""
+        return connection.execute("SELECT 1 FROM messages WHERE state = 0 LIMIT 1").fetchone() is not None
+
     def _extend(self, connection: sqlite3.Connection, *, receipts: Sequence[str], lease_s: float) -> list[bool]:
         now = self._clock()
         statement = (
@@ -266,9 +320,11 @@ class SqliteQueue:
         now = self._clock()
         statement = "DELETE FROM messages WHERE id = ? AND token = ? AND state = 2 AND visible_at > ? RETURNING grp"
         acked = []
+        has_waiting = self._has_waiting(connection)
         for receipt in receipts:
             groups = [group for (group,) in connection.execute(statement, (*_parse_receipt(receipt), now)).fetchall()]
-            self._promote(connection, groups)
+            if has_waiting:
+                self._promote(connection, groups)
             acked.append(bool(groups))
         return acked
 

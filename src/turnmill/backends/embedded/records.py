@@ -4,7 +4,7 @@ import asyncio
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,7 @@ from turnmill.backends.embedded.sqlite import BUSY_S, Database
 from turnmill.errors import InvalidInput
 from turnmill.ports import Stored, Write
 
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS records (key TEXT NOT NULL UNIQUE, value BLOB NOT NULL, version INTEGER NOT NULL);"
-)
+SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT NOT NULL UNIQUE, value BLOB NOT NULL, version INTEGER NOT NULL);"
 _KIND = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _UPSERT = (
     "INSERT INTO records VALUES (?, ?, 1) ON CONFLICT (key) DO UPDATE SET value = excluded.value, version = version + 1"
@@ -23,15 +21,17 @@ _SCAN = "SELECT key, value, version FROM records WHERE key >= ? AND key > ? AND 
 
 
 class SqliteRecordStore:
-    """Implements `ports.RecordStore` in `folder`. Writes of one call to one kind share a transaction.
+    """Implements `ports.RecordStore` in `folder`, or in `shared` files (which have the tables of `SCHEMA`) by kind.
+
+    Writes of one call to one kind share a transaction.
 
     Each method raises `InvalidInput` for a key that is not `kind/partition/...`.
     """
 
-    def __init__(self, folder: Path, *, busy_s: float = BUSY_S) -> None:
+    def __init__(self, folder: Path, *, busy_s: float = BUSY_S, shared: Mapping[str, Database] | None = None) -> None:
         self._folder = folder
         self._busy_s = busy_s
-        self._databases: dict[str, Database] = {}
+        self._databases: dict[str, Database] = dict(shared or {})
 
     async def get(self, keys: Sequence[str]) -> list[Stored | None]:
         """See `ports.RecordStore.get`."""
@@ -79,7 +79,7 @@ class SqliteRecordStore:
 
     def _database(self, kind: str) -> Database:
         if kind not in self._databases:
-            self._databases[kind] = Database(self._folder / f"{kind}.db", _SCHEMA, busy_s=self._busy_s)
+            self._databases[kind] = Database(self._folder / f"{kind}.db", SCHEMA, busy_s=self._busy_s)
         return self._databases[kind]
 
 
@@ -105,10 +105,11 @@ def _get(connection: sqlite3.Connection, *, keys: Sequence[str]) -> dict[str, St
 
 
 def _write(connection: sqlite3.Connection, *, writes: Sequence[Write]) -> list[bool]:
-    return [_write_one(connection, write) for write in writes]
+    return [write_one(connection, write) for write in writes]
 
 
-def _write_one(connection: sqlite3.Connection, write: Write) -> bool:
+def write_one(connection: sqlite3.Connection, write: Write) -> bool:
+    """A conditional write as an operation on a file, to be part of a larger one; whether it was applied."""
     key, value, expected = write.key, write.value, write.expected
     if value is None:
         if expected == 0:

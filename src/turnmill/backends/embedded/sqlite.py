@@ -1,9 +1,12 @@
-"""One SQLite file, owned by one thread, with group commit.
+"""One SQLite file: group commit on the caller's event loop, and a thread for whatever would have to wait.
 
-    callers (any event loop) -> inbox -> the file's thread: BEGIN, all that waits, COMMIT -> one wake-up per loop
+    operations of one turn of the loop -> BEGIN, all of them, COMMIT -> results        the lock is free: at once, here
+                                       '-> inbox -> the file's thread: the same -> one wake-up per loop   otherwise
 
-Why a thread: a commit may wait for another process or for the disk, and an event loop must not. Why group commit: one
-transaction costs as much as dozens of statements, so operations that arrive while one commits share the next one.
+Why on the loop: without an fsync a commit is a copy into the page cache, some ten microseconds; handing it to a thread
+and back costs several times as much. Why a thread as well: opening a file, waiting for a lock that another process
+holds and bringing a long -wal file back may take long, and an event loop must not. Why group commit: one transaction
+costs as much as dozens of statements, so operations that arrive together share one.
 """
 
 import asyncio
@@ -14,8 +17,9 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -31,11 +35,14 @@ _MAX_BATCH = 512
 BUSY_S = 600.0
 # A wait that lasts so long is told.
 _LONG_WAIT_S = 10.0
-# Seconds between two tries to get the lock: jittered, doubling from the first to the second figure.
+# Tries and pauses between them, in seconds, that an event loop spends on a lock: another process's transaction takes
+# about as long. Longer waits are the thread's.
+_TRIES_HERE, _PAUSE_HERE_S = 4, 0.0001
+# Seconds between two tries of the thread: jittered, doubling from the first to the second figure.
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.0002, 0.01
 # WAL: readers and the writer do not block each other. NORMAL: a commit survives the death of the process, not of the
-# machine, and needs no fsync.
-_PRAGMAS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA cache_size=-16000; PRAGMA wal_autocheckpoint=0;"
+# machine, and needs no fsync. The page cache is small because a process has a dozen of these files open.
+_PRAGMAS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA cache_size=-1000; PRAGMA wal_autocheckpoint=0;"
 # SQLite's own checkpoint does not hold the write lock, so under steady writing from two processes it never catches up
 # and the -wal file grows without end; this thread's does, at this size.
 _CHECKPOINT_BYTES = 16 * 2**20
@@ -71,24 +78,30 @@ class _Operation:
 class Database:
     """The only way to one SQLite file from this process. Opened (and created) by the first operation.
 
-    Operations are functions on the connection. They run in the order of submission, in the file's thread, and each is
-    atomic: one that raises is rolled back alone, and its exception goes to its caller. They may run while the caller
-    was already cancelled. `after_commit` runs in the thread after each commit that wrote, before callers are resolved.
+    Operations are functions on the connection. Those of one event loop run in the order of submission, on that loop or
+    in the file's thread, and each is atomic: one that raises is rolled back alone, and its exception goes to its
+    caller. They may run while the caller was already cancelled, and may run again if their transaction was rolled
+    back, so they do nothing but SQL.
     """
 
-    def __init__(
-        self, path: Path, schema: str, *, busy_s: float = BUSY_S, after_commit: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, schema: str, *, busy_s: float = BUSY_S) -> None:
         self.path = path
+        # Run after each commit that wrote, before callers are resolved.
+        self.after_commit: list[Callable[[], None]] = []
         self._schema = schema
         self._busy_s = busy_s
-        self._after_commit = after_commit
         self._wal = path.with_name(path.name + "-wal")
-        # Set and read in the thread: the last batch wrote something.
-        self._committed = False
-        self._inbox: SimpleQueue[_Operation | None] = SimpleQueue()
-        # Guards the two below: nothing may enter the inbox behind the closing mark.
+        self._connection: sqlite3.Connection | None = None
+        # Held by whoever uses the connection.
+        self._using = threading.Lock()
+        # Something was written since the last look at the -wal file.
+        self._has_written = False
+        self._inbox: SimpleQueue[list[_Operation] | None] = SimpleQueue()
+        # Guards the four below: nothing may enter the inbox behind the closing mark.
         self._lock = threading.Lock()
+        self._pending: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
+        # Lists of operations in the inbox or being run by the thread: while there are any, later ones go behind them.
+        self._num_handed_over = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -117,69 +130,131 @@ class Database:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                for batch in self._pending.values():
+                    self._hand_over(batch)
+                self._pending.clear()
                 self._inbox.put(None)
         if self._thread is not None:
             self._thread.join()
 
+    # ------------------------------------------------------------ on the event loop
+
     def _submit(self, operation: Callable[[sqlite3.Connection], T], *, writes: bool) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        submitted = _Operation(run=operation, writes=writes, loop=loop, future=future)
         with self._lock:
             if self._closed:
                 raise BackendUnavailable(f"{self.path} is closed")
-            self._inbox.put(_Operation(run=operation, writes=writes, loop=loop, future=future))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"sqlite {self.path.name}", daemon=True)
-                self._thread.start()
+            pending = self._pending.get(loop)
+            if pending is None:
+                self._pending[loop] = [submitted]
+                # Runs after everything that is ready now: what many tasks submit at once shares a transaction.
+                loop.call_soon(self._flush, loop)
+            else:
+                pending.append(submitted)
         return future
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run what this loop has submitted: here if nobody has to be waited for, else in the thread."""
+        with self._lock:
+            submitted = self._pending.pop(loop, [])
+            if self._closed or not submitted:
+                return
+            connection = self._connection
+            is_free = not self._num_handed_over and self._using.acquire(blocking=False)
+            if connection is None or not is_free:
+                if is_free:
+                    self._using.release()
+                self._hand_over(submitted)
+                return
+        try:
+            while submitted:
+                batch = [operation for operation in submitted[:_MAX_BATCH] if not operation.future.cancelled()]
+                if batch and not self._run_here(connection, batch):
+                    break
+                submitted = submitted[_MAX_BATCH:]
+                _set_results(batch)
+        finally:
+            self._using.release()
+        if submitted or self._is_long():
+            with self._lock:
+                # An empty list has the thread look at the -wal file.
+                self._hand_over(submitted)
+
+    def _run_here(self, connection: sqlite3.Connection, batch: list[_Operation]) -> bool:
+        """False when the lock is taken, and nothing was done."""
+        for _ in range(_TRIES_HERE):
+            try:
+                self._run_batch(connection, batch)
+                return True
+            except sqlite3.OperationalError as error:
+                if _primary_code(error) != sqlite3.SQLITE_BUSY:
+                    self._fail(batch, error)
+                    return True
+            except Exception as error:  # the supervision boundary: whatever failed, callers are told
+                self._fail(batch, error)
+                return True
+            time.sleep(_PAUSE_HERE_S)
+        return False
+
+    def _hand_over(self, batch: list[_Operation]) -> None:
+        """To the thread; called with `_lock` held."""
+        self._num_handed_over += 1
+        self._inbox.put(batch)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"sqlite {self.path.name}", daemon=True)
+            self._thread.start()
 
     # ------------------------------------------------------------ the file's thread
 
     def _serve(self) -> None:
-        connection: sqlite3.Connection | None = None
-        for batch in self._batches():
-            try:
-                if connection is None:
-                    connection = self._patiently(self._open)
-                self._run_batch(connection, batch)
-            except Exception as error:  # the supervision boundary of the thread: whatever failed, callers are told
-                for operation in batch:
-                    operation.error = self._named(error)
-            if connection is not None and self._committed:
-                self._committed = False
-                self._notify()
-                self._resolve(batch)
-                self._checkpoint(connection)
-            else:
-                self._resolve(batch)
-        if connection is not None:
+        for batch, num_lists in self._batches():
+            with self._using:
+                if batch:
+                    self._run_patiently(batch)
+                if self._connection is not None and (not batch or self._is_long()):
+                    self._checkpoint(self._connection)
+            with self._lock:
+                self._num_handed_over -= num_lists
+            self._resolve(batch)
+        if self._connection is not None:
             # The last connection of all processes checkpoints and removes the -wal file here.
-            connection.close()
+            self._connection.close()
 
-    def _batches(self) -> Iterator[list[_Operation]]:
-        """What waits, together, until the closing mark."""
-        closing = False
-        while not closing:
-            batch: list[_Operation] = []
-            item = self._inbox.get()
+    def _run_patiently(self, batch: list[_Operation]) -> None:
+        try:
+            if self._connection is None:
+                self._connection = self._patiently(self._open)
+            self._patiently(partial(self._run_batch, self._connection, batch))
+        except Exception as error:  # the supervision boundary of the thread: whatever failed, callers are told
+            self._fail(batch, error)
+
+    def _batches(self) -> Iterator[tuple[list[_Operation], int]]:
+        """What waits, together, and from how many lists, until the closing mark."""
+        item: list[_Operation] | None = self._inbox.get()
+        while item is not None:
+            batch, num_lists = list(item), 1
+            item = []
             with contextlib.suppress(Empty):
-                while item is not None:
-                    if not item.future.cancelled():
-                        batch.append(item)
-                    if len(batch) >= _MAX_BATCH:
-                        break
-                    item = self._inbox.get_nowait()
-            closing = item is None
-            if batch:
-                yield batch
+                while len(batch) < _MAX_BATCH and (item := self._inbox.get_nowait()) is not None:
+                    batch += item
+                    num_lists += 1
+            is_closing = item is None
+            yield [operation for operation in batch if not operation.future.cancelled()], num_lists
+            item = None if is_closing else self._inbox.get()
+
+    def _fail(self, batch: Sequence[_Operation], error: Exception) -> None:
+        for operation in batch:
+            operation.error = self._named(error)
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=1.0, isolation_level=None)
+        connection = sqlite3.connect(self.path, timeout=1.0, isolation_level=None, check_same_thread=False)
         try:
             connection.executescript(_PRAGMAS)
             connection.executescript(f"BEGIN IMMEDIATE; {self._schema} COMMIT;")
-            # From here on `_begin` is what waits: SQLite's own pauses (1, 2, 5, 10 ... ms) cost a busy queue its speed.
+            # From here on this class waits: SQLite's own pauses (1, 2, 5, 10 ... ms) cost a busy queue its speed.
             connection.execute("PRAGMA busy_timeout=0")
         except BaseException:
             connection.close()
@@ -187,60 +262,82 @@ class Database:
         return connection
 
     def _run_batch(self, connection: sqlite3.Connection, batch: list[_Operation]) -> None:
-        """All of `batch` in one transaction; raises if the transaction as a whole failed."""
+        """All of `batch` in one transaction; raises if the transaction as a whole failed.
+
+        Operations rarely raise, so the first try goes without a savepoint for each of them.
+        """
         writes = any(operation.writes for operation in batch)
         self._begin(connection, writes=writes)
         try:
             for operation in batch:
-                self._run_one(connection, operation)
+                operation.result = operation.run(connection)
+        except Exception:  # of whichever operation: with savepoints it turns out whose it is
+            self._roll_back(connection)
+            self._begin(connection, writes=writes)
+            try:
+                for operation in batch:
+                    self._run_one(connection, operation)
+            except BaseException:
+                self._roll_back(connection)
+                raise
+        try:
             connection.execute("COMMIT")
         except BaseException:
-            # SQLite ends a transaction by itself after some errors (a full disk).
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            self._roll_back(connection)
             raise
         if writes:
-            self._committed = True
+            self._has_written = True
+            self._notify()
+
+    @staticmethod
+    def _roll_back(connection: sqlite3.Connection) -> None:
+        # SQLite ends a transaction by itself after some errors (a full disk).
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
     def _notify(self) -> None:
-        if self._after_commit is None:
-            return
+        for ring in self.after_commit:
+            try:
+                ring()
+            except OSError as error:
+                # What was written stays written: a wake-up that fails costs its receiver a timer's tick.
+                logger.warning("nobody could be woken after a commit to %s: %s", self.path, error)
+
+    def _is_long(self) -> bool:
+        """Whether the -wal file has to be brought back into the database."""
+        if not self._has_written:
+            return False
+        self._has_written = False
         try:
-            self._after_commit()
-        except OSError as error:
-            # What was written stays written: a wake-up that fails costs its receiver a timer's tick.
-            logger.warning("nobody could be woken after a commit to %s: %s", self.path, error)
+            return os.stat(self._wal).st_size >= _CHECKPOINT_BYTES
+        except FileNotFoundError:
+            return False
 
     def _checkpoint(self, connection: sqlite3.Connection) -> None:
-        """Bring a large -wal file back into the database."""
+        """Bring the -wal file back into the database."""
         try:
-            if os.stat(self._wal).st_size < _CHECKPOINT_BYTES:
-                return
             connection.execute(f"PRAGMA busy_timeout={int(_CHECKPOINT_WAIT_S * 1000)}")
             try:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 connection.execute("PRAGMA busy_timeout=0")
         except (sqlite3.OperationalError, OSError) as error:
-            # Nothing is lost: the next commit tries again, and a disk that fails tells the next caller.
+            # Nothing is lost: a later commit tries again, and a disk that fails tells the next caller.
             logger.warning("%s could not be checkpointed: %s", self.path, error)
 
-    def _begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
+    @staticmethod
+    def _begin(connection: sqlite3.Connection, *, writes: bool) -> None:
         """Start a transaction that can't meet SQLITE_BUSY any more."""
-
-        def begin() -> None:
-            if writes:
-                connection.execute("BEGIN IMMEDIATE")
-                return
-            connection.execute("BEGIN")
-            try:
-                # Takes the snapshot, which may meet another process that recovers the file after a crash.
-                connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
-            except sqlite3.OperationalError:
-                connection.execute("ROLLBACK")
-                raise
-
-        self._patiently(begin)
+        if writes:
+            connection.execute("BEGIN IMMEDIATE")
+            return
+        connection.execute("BEGIN")
+        try:
+            # Takes the snapshot, which may meet another process that recovers the file after a crash.
+            connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
+        except sqlite3.OperationalError:
+            connection.execute("ROLLBACK")
+            raise
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Try until the lock is free, `busy_s` at most; the only retry of this file's operations."""
@@ -262,6 +359,7 @@ class Database:
     def _run_one(self, connection: sqlite3.Connection, operation: _Operation) -> None:
         if operation.writes:
             connection.execute("SAVEPOINT operation")
+        operation.error = None
         try:
             operation.result = operation.run(connection)
         except Exception as error:  # the operation's exception belongs to its caller, whatever it is

@@ -8,42 +8,73 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 import uuid
 from pathlib import Path
 
+# A change of a folder that is so old, in nanoseconds, was the last one of its tick.
+_SETTLED_NS = 50_000_000
+
 
 class Bell:
-    """The sender's side: rings at everyone who waits at `folder`."""
+    """The sender's side: rings at everyone who waits at `folder`. Not to be used by two threads at once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Open pipes by name, as of the folder's change time.
+        self._pipes: dict[str, int] = {}
+        self._seen_ns = -1
 
     def ring(self) -> None:
         """One byte to each pipe; removes those that dead processes left behind."""
+        self._look()
+        for name, fd in list(self._pipes.items()):
+            try:
+                os.write(fd, b"\0")
+            except BlockingIOError:
+                # A full pipe has enough bytes to wake its owner.
+                continue
+            except BrokenPipeError:
+                self._forget(name)
+                (self._folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the pipes; idempotent. A later ring opens them again."""
+        for name in list(self._pipes):
+            self._forget(name)
+        self._seen_ns = -1
+
+    def _look(self) -> None:
+        """Open what is new in the folder and close what is gone, if the folder has changed."""
         try:
-            names = os.listdir(self._folder)
+            changed_ns = os.stat(self._folder).st_mtime_ns
         except FileNotFoundError:
             return
-        for name in names:
-            if name.startswith("."):
-                continue
-            path = self._folder / name
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                # ENXIO: nobody has it open for reading, so its owner is dead.
-                if error.errno != errno.ENXIO:
-                    raise
-                path.unlink(missing_ok=True)
-                continue
-            try:
-                # A full pipe has enough bytes to wake its owner; a closing one needs none.
-                with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                    os.write(fd, b"\0")
-            finally:
-                os.close(fd)
+        if changed_ns == self._seen_ns:
+            return
+        # Clocks of file systems tick slowly: a second change within the same tick would not show.
+        is_settled = time.time_ns() - changed_ns > _SETTLED_NS
+        names = {name for name in os.listdir(self._folder) if not name.startswith(".")}
+        for name in self._pipes.keys() - names:
+            self._forget(name)
+        for name in names - self._pipes.keys():
+            self._open(name)
+        self._seen_ns = changed_ns if is_settled else -1
+
+    def _open(self, name: str) -> None:
+        path = self._folder / name
+        try:
+            self._pipes[name] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            # ENXIO: nobody has it open for reading, so its owner is dead.
+            if error.errno != errno.ENXIO:
+                raise
+            path.unlink(missing_ok=True)
+
+    def _forget(self, name: str) -> None:
+        os.close(self._pipes.pop(name))
 
 
 class Waiter:

@@ -1,0 +1,29 @@
+"""Records and their messages in one transaction: both lie in one SQLite file."""
+
+import sqlite3
+from collections.abc import Sequence
+from functools import partial
+
+from turnmill.backends.embedded.queue import SqliteQueue
+from turnmill.backends.embedded.records import write_one
+from turnmill.backends.embedded.sqlite import Database
+from turnmill.ports import Message, Write
+
+
+class SqliteOutbox:
+    """Implements `ports.Outbox` on a database that holds the records of a kind and the tables of `queue`."""
+
+    def __init__(self, database: Database, queue: SqliteQueue) -> None:
+        self._database = database
+        self._queue = queue
+
+    async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+        """See `ports.Outbox.write`."""
+        return await self._database.write(partial(self._write, entries=entries)) if entries else []
+
+    def _write(self, connection: sqlite3.Connection, *, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+        applied = [write_one(connection, write) for write, _ in entries]
+        self._queue.append(
+            connection, messages=[message for (_, message), done in zip(entries, applied, strict=True) if done]
+        )
+        return applied

@@ -1,0 +1,201 @@
+"""POST over HTTP/1.1 on kept connections, with bodies in memory: what a turn needs of an HTTP client and no more.
+
+    post -> an idle connection | a new one -> head + body in one write -> llhttp -> (status, body) -> idle again
+
+A general client spends more time on a request than everything else that a worker does in a turn (redirects, cookies,
+encodings, middlewares, streams). Parsing is that of Node.js (llhttp, through httptools). Who calls owns the retries.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+from httptools import HttpParserError, HttpResponseParser
+
+from turnmill.errors import InvalidInput
+
+# A connection that was idle for longer may be closed by the other side at any moment, so it is not used again.
+_IDLE_S = 60.0
+# Text that may stand in a request line or a header.
+_PRINTABLE = frozenset(map(chr, range(0x21, 0x7F)))
+
+
+class HttpError(ConnectionError):
+    """No usable answer: the connection ended before it was complete, or what came is no HTTP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Url:
+    """Where to post to; `path` may hold a secret."""
+
+    host: str
+    port: int
+    is_secure: bool
+    # The first lines of each request's head.
+    head: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> "Url":
+        """Raises `InvalidInput` for anything but an http or https URL of printable ASCII."""
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise InvalidInput(f"not a URL: {error}") from error
+        is_secure = parts.scheme == "https"
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _PRINTABLE.issuperset(text):
+            raise InvalidInput("the base URL of the proxy must begin with http:// or https:// and name a host")
+        host = parts.netloc.rpartition("@")[2]
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        default = 443 if is_secure else 80
+        return cls(host=parts.hostname, port=port or default, is_secure=is_secure, head=head.encode())
+
+
+class HttpClient:
+    """Connections of one event loop, as many as there are requests at once; `async with` closes them."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int, bool], list[_Connection]] = {}
+        self._open: set[_Connection] = set()
+        self._tls: ssl.SSLContext | None = None
+
+    async def __aenter__(self) -> "HttpClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        ending = [connection.end() for connection in self._open]
+        await asyncio.gather(*ending)
+
+    async def post(self, url: Url, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`HttpError` among them) without one."""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = b"%b%bContent-Length: %d\r\n\r\n" % (url.head, lines.encode("latin-1"), len(body))
+        give_up = time.monotonic() + timeout_s
+        connection = self._take(url)
+        if connection is None:
+            async with asyncio.timeout(timeout_s):
+                connection = await self._connect(url)
+        try:
+            answer: tuple[int, bytes] = await connection.exchange(head + body, max(0.0, give_up - time.monotonic()))
+        except BaseException:
+            # Its answer may still come: nobody else must take it for theirs.
+            connection.abort()
+            raise
+        if connection.is_reusable:
+            self._idle.setdefault((url.host, url.port, url.is_secure), []).append(connection)
+        else:
+            connection.abort()
+        return answer
+
+    def _take(self, url: Url) -> "_Connection | None":
+        """The connection that was used last, so that surplus ones age."""
+        idle = self._idle.get((url.host, url.port, url.is_secure), [])
+        while idle:
+            connection = idle.pop()
+            if connection.is_reusable and time.monotonic() - connection.used_at < _IDLE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, url: Url) -> "_Connection":
+        if url.is_secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: _Connection(loop, self._open), url.host, url.port, ssl=self._tls if url.is_secure else None
+        )
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One connection and at most one exchange at a time; the callbacks from `on_body` on are the parser's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, registry: "set[_Connection]") -> None:
+        self._loop = loop
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._parser = HttpResponseParser(self)
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._chunks: list[bytes] = []
+        self._keeps_alive = True
+        self.used_at = 0.0
+
+    @property
+    def is_reusable(self) -> bool:
+        return self._keeps_alive and self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+        if self._transport is None or self._transport.is_closing():
+            raise HttpError("the connection is closed")
+        answer: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        self._answer = answer
+        self._transport.write(request)
+        timer = self._loop.call_later(timeout_s, self._fail, TimeoutError(f"no answer within {timeout_s:.3g} s"))
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+
+    def abort(self) -> None:
+        """Close at once; idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def end(self) -> None:
+        """Close, and wait until the loop has done so."""
+        if self._transport is not None:
+            self._transport.close()
+            await self._closed
+
+    def _fail(self, error: OSError) -> None:
+        self._keeps_alive = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    # ------------------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports only look like one.
+        self._transport = cast(asyncio.Transport, transport)
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            # Bytes that nobody asked for.
+            self._keeps_alive = False
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except HttpParserError as error:
+            self._fail(HttpError(f"the answer is no HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.discard(self)
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._fail(HttpError(f"the connection ended before the answer was complete ({exc or 'closed'})"))
+
+    # ------------------------------------------------------------ httptools
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            # An interim answer: the real one follows.
+            self._chunks.clear()
+            return
+        self._keeps_alive = self._parser.should_keep_alive()
+        self.used_at = time.monotonic()
+        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks = []
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((status, body))
