@@ -171,24 +171,28 @@ def measure_trl(case: Case, steps: int, threads: int, *flags: str) -> float:
     return float(figures["conversations_per_s"])
 
 
-def throughput(case: Case, *, steps: int, rounds: int, thread_counts: tuple[int, ...]) -> None:
-    """Measure all subjects on one model."""
+def throughput(case: Case, *, steps: int, rounds: int, thread_counts: tuple[int, ...]) -> dict[str, int]:
+    """Measure all subjects on one model; the faster thread count of each variant of TRL."""
     subjects: dict[str, Callable[[], float]] = {OURS: partial(measure_ours, case, steps)}
+    names: dict[str, dict[str, int]] = {PLAIN: {}, CACHED: {}}
     for threads in thread_counts:
-        name = f"{threads} thread{'s' if threads > 1 else ''}"
-        subjects[f"{PLAIN}, {name}"] = partial(measure_trl, case, steps, threads)
-        subjects[f"{CACHED}, {name}"] = partial(measure_trl, case, steps, threads, "--kv-cache")
+        for variant, flags in ((PLAIN, ()), (CACHED, ("--kv-cache",))):
+            name = f"{variant}, {threads} thread{'s' if threads > 1 else ''}"
+            names[variant][name] = threads
+            subjects[name] = partial(measure_trl, case, steps, threads, *flags)
     text = f"{case.name}, 64 conversations x 6 full turns a step"
     figures, met = interleave(NAME, text, "trained conversations/s", subjects, rounds=rounds)
+    faster: dict[str, int] = {}
     for variant, bound in zip((PLAIN, CACHED), case.bounds, strict=True):
-        names = [name for name in subjects if name.rpartition(", ")[0] == variant]
-        best = max(names, key=lambda name: fmean(figures[name]))
+        best = max(names[variant], key=lambda name: fmean(figures[name]))
+        faster[variant] = names[variant][best]
         claim = Claim(benchmark=NAME, text=text, unit="trained conversations/s", ours=OURS, peer=best, at_least=bound)
         emit_ratio(claim, figures[OURS], figures[best], met)
+    return faster
 
 
-def all_throughputs(folder: Path, *, quick: bool) -> None:
-    """All models; `folder` is for those that are made."""
+def all_throughputs(folder: Path, *, quick: bool) -> dict[str, int]:
+    """All models; `folder` is for those that are made. Returns the faster thread counts of TRL on the shipped model."""
     # The quick form measures both thread counts for the promise only: with two threads TRL is faster on idle cores.
     rounds, both, one = (1, (1, 2), (2,)) if quick else (3, (1, 2), (1, 2))
     spelling = Case(
@@ -199,28 +203,28 @@ def all_throughputs(folder: Path, *, quick: bool) -> None:
         bounds=(1.2, 1.0),
     )
     throughput(spelling, steps=8 if quick else 20, rounds=rounds, thread_counts=both)
-    for case in (
-        Case(name="wordle-tiny (0.29 M)", model=MODEL),
-        Case(name="the same policy in 8 layers (1.01 M)", model=str(deeper(folder / "deeper"))),
-    ):
-        throughput(case, steps=6 if quick else 40, rounds=rounds, thread_counts=one)
+    deep = Case(name="the same policy in 8 layers (1.01 M)", model=str(deeper(folder / "deeper")))
+    throughput(deep, steps=6 if quick else 40, rounds=rounds, thread_counts=one)
+    shipped = Case(name="wordle-tiny (0.29 M)", model=MODEL)
+    return throughput(shipped, steps=6 if quick else 40, rounds=rounds, thread_counts=one)
 
 
 # ---------------------------------------------------------------- time to a reward
 
 
-def seconds_to_target(metrics: list[Metric]) -> float | None:
-    """Seconds from the first step's begin until the mean reward of the last ten steps is the target."""
-    first = metrics[0]
-    begun = first.time - sum(first.values[name] for name in ("generate_s", "train_s", "publish_s"))
-    for end in range(WINDOW, len(metrics) + 1):
-        if fmean(metric.values["reward_mean"] for metric in metrics[end - WINDOW : end]) >= TARGET:
-            return metrics[end - 1].time - begun
-    return None
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """How far one training got."""
+
+    # Until the target; None: it was not reached.
+    seconds: float | None
+    # Of the last ten steps made, and how many were made.
+    reward: float
+    steps: int
 
 
-def ours_to_target(seed: int, max_steps: int) -> tuple[float | None, float]:
-    """Seconds to the target or None, and the mean reward at the end, of `turnmill run`."""
+def ours_to_target(seed: int, max_steps: int) -> Reached:
+    """`turnmill run`; it goes on past the target, and what counts ends there."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "turnmill", "run", "--data", str(assets.wordle_data("train"))]
         flags = ["--root", folder, "--seed", str(seed), "--max-steps", str(max_steps), "--json"]
@@ -228,22 +232,32 @@ def ours_to_target(seed: int, max_steps: int) -> tuple[float | None, float]:
         if done.returncode:
             raise RuntimeError(f"the run failed:\n{done.stderr[-3000:]}")
         metrics = read_metrics(Path(folder))
-    return seconds_to_target(metrics), fmean(metric.values["reward_mean"] for metric in metrics[-WINDOW:])
+    # From the first step's begin.
+    begun = metrics[0].time - sum(metrics[0].values[name] for name in ("generate_s", "train_s", "publish_s"))
+    rewards = [metric.values["reward_mean"] for metric in metrics]
+    for end in range(WINDOW, len(metrics) + 1):
+        reward = fmean(rewards[end - WINDOW : end])
+        if reward >= TARGET:
+            return Reached(seconds=metrics[end - 1].time - begun, reward=reward, steps=end)
+    return Reached(seconds=None, reward=fmean(rewards[-WINDOW:]), steps=len(metrics))
 
 
-def trl_to_target(seed: int, max_steps: int, *flags: str) -> tuple[float | None, float]:
-    """The same of TRL."""
-    options = ("--target", str(TARGET), "--steps", str(max_steps), "--threads", "2", "--seed", str(seed))
+def trl_to_target(seed: int, max_steps: int, threads: int, *flags: str) -> Reached:
+    """The same of TRL, which ends there."""
+    options = ("--target", str(TARGET), "--steps", str(max_steps), "--threads", str(threads), "--seed", str(seed))
     figures = run_trl(MODEL, *options, *flags)
-    return figures["seconds_to_target"], figures["reward_last"]
+    return Reached(seconds=figures["seconds_to_target"], reward=figures["reward_last"], steps=figures["steps"])
 
 
-def time_to_target(max_steps: int, seeds: int) -> None:
-    """Seconds to the target by subject and seed; a peer that does not reach it is stated with the reward it reached."""
-    subjects: dict[str, Callable[[int], tuple[float | None, float]]] = {
+def time_to_target(max_steps: int, seeds: int, threads: dict[str, int]) -> None:
+    """Seconds to the target by subject and seed; a peer that does not reach it is stated with the reward it reached.
+
+    `threads` of each variant of TRL; it may make three times our steps.
+    """
+    subjects: dict[str, Callable[[int], Reached]] = {
         OURS: partial(ours_to_target, max_steps=max_steps),
-        PLAIN: lambda seed: trl_to_target(seed, 3 * max_steps),
-        CACHED: lambda seed: trl_to_target(seed, 3 * max_steps, "--kv-cache"),
+        PLAIN: lambda seed: trl_to_target(seed, 3 * max_steps, threads[PLAIN]),
+        CACHED: lambda seed: trl_to_target(seed, 3 * max_steps, threads[CACHED], "--kv-cache"),
     }
     case = f"time to mean reward {TARGET} over {WINDOW} steps"
     found: dict[str, list[float | None]] = {name: [] for name in subjects}
@@ -251,17 +265,18 @@ def time_to_target(max_steps: int, seeds: int) -> None:
     met.take()
     for seed in range(seeds):
         for name, measure in subjects.items():
-            seconds, reward = measure(seed)
-            found[name].append(seconds)
+            reached = measure(seed)
+            found[name].append(reached.seconds)
             met.take()
             emit(
                 kind="measurement",
                 benchmark=NAME,
                 subject=name,
                 case=case,
-                value=None if seconds is None else round(seconds, 1),
+                value=None if reached.seconds is None else round(reached.seconds, 1),
                 unit="s",
-                reward_at_end=round(reward, 3),
+                reward_at_end=round(reached.reward, 3),
+                steps=reached.steps,
                 round=seed,
                 load_before=met.loads[-2],
                 load_after=met.loads[-1],
@@ -283,11 +298,11 @@ def main() -> None:
         emit_skip(NAME, "everything", "no .venv-peers: run `make bench-peers`")
         return
     with tempfile.TemporaryDirectory() as folder:
-        all_throughputs(Path(folder), quick=args.quick)
+        threads = all_throughputs(Path(folder), quick=args.quick)
     if args.quick:
         emit_skip(NAME, f"time to mean reward {TARGET}", "takes minutes: measured in the full form only")
     else:
-        time_to_target(max_steps=100, seeds=3)
+        time_to_target(max_steps=100, seeds=3, threads=threads)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ async def test_a_changed_reward_stops_the_run_with_evidence(tmp_path: Path) -> N
 
 def disturb(house: House, size: float) -> None:
     """Change one weight matrix in the replica's memory, as a bad memory cell or a half-loaded file would."""
-    parameter = dict(house.engine._model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
+    parameter = dict(house.engine._model.model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
     with torch.no_grad():
         parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
 

@@ -21,6 +21,9 @@ MAX_PADDING = 0.1
 # What one more pass forward and backward costs, in positions: 3 to 4 ms against 25 to 35 us a position for the shipped
 # model. For larger models it is less, and then padding is avoided a little less than it could be.
 _PASS_POSITIONS = 128.0
+# Larger passes are slower than two of half the size, however large the budget: what they work on leaves the caches. For
+# the shipped model 1024 to 4096 positions are equal within noise, for one of a million parameters 2048 are 7 % faster.
+_FAST_POSITIONS = 2048
 # Rows that are at most this much shorter than the longest of them are never told apart: so the search stays short.
 _SAME_LENGTH = 0.04
 
@@ -46,6 +49,7 @@ def plan(lengths: Sequence[int], max_positions: int) -> list[tuple[int, ...]]:
 
     A row longer than that is alone. As few passes as pay, but never more than `MAX_PADDING`. Ties keep their order.
     """
+    max_positions = min(max_positions, _FAST_POSITIONS)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     runs = _runs([lengths[i] for i in order])
     pass_positions = _PASS_POSITIONS

@@ -45,6 +45,10 @@ def test_short_rows_share_the_pass_of_a_longer_one_where_that_is_cheaper() -> No
     assert len(plan([60] * 30 + [20] * 30, 8192)) == 2
 
 
+def test_a_pass_stays_small_however_large_the_budget() -> None:
+    assert [len(batch) for batch in plan([100] * 60, 100_000)] == [20, 20, 20]
+
+
 def test_equal_lengths_are_cut_in_the_same_way_each_time() -> None:
     lengths = [int(x) for x in np.random.default_rng(1).integers(10, 160, size=64)]
     assert plan(lengths, 8192) == plan(list(lengths), 8192)
