@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from turnmill import assets
 from turnmill.config import Config, load_config
-from turnmill.records import Part
 from turnmill.training.grpo import group_advantages
 from turnmill.training.samples import Row, Span, TrainingSample
 from turnmill.training.trainer import Trainer
@@ -116,12 +115,12 @@ class Ours:
 
     def __init__(self, case: Case, threads: int) -> None:
         self._case = case
-        self._parts = [Part(num_groups=len(case.groups), threads=threads)]
+        self._threads = threads
         self._trainer = Trainer(case.folder, case.config)
         self.padding = 0.0
 
     def step(self) -> None:
-        self.padding = self._trainer.step(self._case.groups, self._parts).padding
+        self.padding = self._trainer.step(self._case.groups, threads=self._threads).padding
 
 
 class Plain:

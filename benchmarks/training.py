@@ -2,29 +2,23 @@
 
     python -m benchmarks.training [--quick]
 
-Rows, log-probs and rewards are the same on both sides, weights stay what they are; with one torch thread and with two.
+Rows, log-probs and rewards are the same on both sides, weights stay what they are; with one thread and with two.
 What the overlap with generation gains is in `end_to_end_trl`: here the whole batch is there at once.
 """
 
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.common import Claim, arguments, emit, emit_ratio, interleave
-
-if TYPE_CHECKING:
-    from benchmarks.steps import Case
+from benchmarks.steps import Case, Ours, Plain, demo_case, llama_case, tokens_per_s
 
 NAME = "training"
 OURS, PLAIN = "turnmill", "plain step"
 
 
-def compare(case: "Case", threads: int, *, rounds: int, seconds: float) -> None:
+def compare(case: Case, threads: int, *, rounds: int, seconds: float) -> None:
     """One case on so many threads."""
-    from benchmarks.steps import Ours, Plain, tokens_per_s
-
     sides: dict[str, Ours | Plain] = {OURS: Ours(case, threads), PLAIN: Plain(case, threads)}
     # The first steps of each are slower: allocation, optimizer state.
     for side in sides.values():
@@ -40,10 +34,6 @@ def compare(case: "Case", threads: int, *, rounds: int, seconds: float) -> None:
 
 def main() -> None:
     args = arguments("How many tokens are trained a second?").parse_args()
-    # As the trainer's role does it, before torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from benchmarks.steps import demo_case, llama_case
-
     rounds, seconds = (3, 0.5) if args.quick else (9, 2.0)
     with tempfile.TemporaryDirectory() as folder:
         for case in (demo_case(), llama_case(Path(folder))):

@@ -199,7 +199,8 @@ class Outbox(Protocol):
         """Try each write, and send its message where it was applied; True there, False where it was not.
 
         In one transaction where the backend has it, else the record first: no message tells of a record that is not
-        there, and a record whose message was lost is found by those who wait for it.
+        there, and a record whose message was lost is found by those who wait for it. Raises `InvalidInput`, having
+        done nothing, for the key of a record that does not belong here.
         """
         ...
 

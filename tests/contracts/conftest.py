@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.backends.embedded.weights import FolderWeightStore
-from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, WeightStore
+from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, RunPorts, WeightStore
 
 BACKENDS = ["embedded"]
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
@@ -81,6 +82,20 @@ def open_records(backend: str, tmp_path: Path) -> Iterator[Callable[[], RecordSt
 @pytest.fixture
 def records(open_records: Callable[[], RecordStore]) -> RecordStore:
     return open_records()
+
+
+@pytest.fixture
+def open_ports(backend: str, tmp_path: Path) -> Iterator[Callable[[], RunPorts]]:
+    """Opens the ports of the same run each time, as another process would."""
+    opened: list[RunPorts] = []
+
+    def open_one() -> RunPorts:
+        opened.append(open_run(tmp_path, "run", num_replicas=1))
+        return opened[-1]
+
+    yield open_one
+    for ports in opened:
+        ports.close()
 
 
 @pytest.fixture

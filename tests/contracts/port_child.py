@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.ports import Message, Write
@@ -68,12 +69,41 @@ async def drain(folder: Path) -> None:
     queue.close()
 
 
+async def take(folder: Path) -> None:
+    """Take one message, print its body and die with it."""
+    [taken] = await SqliteQueue(folder / "queue.db").take(max_messages=1)
+    print(taken.body.decode(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def take_forever(folder: Path) -> None:
+    """Take one message after another and print their bodies, until killed."""
+    queue = SqliteQueue(folder / "queue.db")
+    while True:
+        for taken in await queue.take(max_messages=1, wait_s=30):
+            print(taken.body.decode(), flush=True)
+
+
+async def answer_forever(folder: Path, first: str) -> None:
+    """Write one record with its message after another and print the number of each that is stored, until killed."""
+    ports, number = open_run(folder, "run", num_replicas=1), int(first)
+    while True:
+        key = f"calls/run/{number:06d}"
+        message = Message(body=key.encode(), group=key, dedup_id=None)
+        await ports.answers.write([(Write(key=key, value=b"x" * 1000, expected=0), message)])
+        print(number, flush=True)
+        number += 1
+
+
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "increment": increment,
     "write_forever": write_forever,
     "consume": consume,
     "drain": drain,
     "lease": lease,
+    "take": take,
+    "take_forever": take_forever,
+    "answer_forever": answer_forever,
 }
 
 

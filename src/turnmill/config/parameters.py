@@ -77,7 +77,7 @@ class Config:
     generation_replicas: int = param(1, "generation processes", ge=1, le=64)
     generation_slots: int = param(64, "conversations whose KV cache one replica keeps", ge=1, le=4096)
     torch_threads: int = param(1, "torch threads of each role while roles run together", ge=1, le=256)
-    trainer_threads: int = param(0, "torch threads of the trainer while nothing is played; 0: all cores", ge=0, le=256)
+    trainer_threads: int = param(0, "threads of the trainer while nothing is being played; 0: all cores", ge=0, le=256)
 
     # Evaluation and limits
     eval_rollouts: int = param(300, "held-out conversations, rounded up to whole passes", ge=1)

@@ -53,18 +53,6 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Groups of a batch whose gradients are made together.
-
-    How a batch was cut, and on how many threads, decides about the last bits of the weights.
-    """
-
-    num_groups: int
-    # Of torch.
-    threads: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Batch:
     """The samples of one optimizer step, in order, group by group.
 
@@ -77,8 +65,9 @@ class Batch:
     incarnation: int = 1
     # One tuple of sample ids a group.
     groups: tuple[tuple[str, ...], ...]
-    # In order, all groups together; none: all of them at once, on one thread.
-    parts: tuple[Part, ...] = ()
+    # In order, how many groups each part held whose gradients were made together; none: all at once. It decides about
+    # the last bits of the weights.
+    parts: tuple[int, ...] = ()
     # After the batch.
     progress: Progress = Progress()
     # About everything that was generated for it (until it was closed, while it is RECORDED): what its metric says,

@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 
 from turnmill.config import Config
-from turnmill.records import Part
 from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import Trainer
 
@@ -32,13 +31,13 @@ class Ahead:
         self._threads = config.torch_threads
         self._threads_alone = config.trainer_threads or len(os.sched_getaffinity(0))
         self._waiting: list[Group] = []
-        self._parts: list[Part] = []
+        self._parts: list[int] = []
         self._task: asyncio.Task[None] | None = None
 
     @property
     def num_begun(self) -> int:
         """Groups whose gradients are made, or being made."""
-        return sum(part.num_groups for part in self._parts)
+        return sum(self._parts)
 
     def offer(self, groups: Sequence[Group]) -> None:
         """Groups that will be in the batch, right after those offered before; raises what an earlier one ended with."""
@@ -49,13 +48,13 @@ class Ahead:
         if self._waiting and self._task is None:
             self._task = asyncio.create_task(self._work(), name="gradients ahead")
 
-    def complete(self, groups: Sequence[Group], *, is_alone: bool) -> tuple[Part, ...]:
-        """The last groups of the batch; how all of them are cut. If nothing else runs, the rest takes all cores."""
+    def complete(self, groups: Sequence[Group], *, is_alone: bool) -> tuple[int, ...]:
+        """The last groups of the batch; how many groups each part holds. If nothing else runs, they take all cores."""
         rest, self._waiting = [*self._waiting, *groups], []
         before = self._task
         if rest:
             threads = self._threads_alone if is_alone else self._threads
-            self._parts.append(Part(num_groups=len(rest), threads=threads))
+            self._parts.append(len(rest))
             self._task = asyncio.create_task(self._work_off(before, rest, threads), name="gradients of the rest")
         parts, self._parts = tuple(self._parts), []
         return parts
@@ -81,7 +80,7 @@ class Ahead:
             while self._waiting and num_positions < _PART_POSITIONS:
                 part.append(self._waiting.pop(0))
                 num_positions += sum(len(row.token_ids) for sample in part[-1] for row in sample.rows)
-            self._parts.append(Part(num_groups=len(part), threads=self._threads))
+            self._parts.append(len(part))
             await asyncio.to_thread(self._trainer.accumulate, part, self._threads)
 
     async def _work_off(self, before: asyncio.Task[None] | None, rest: Sequence[Group], threads: int) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from turnmill.config import Config
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
-from turnmill.records import Call, DropReason, Part, SampleRecord, StopReason, Task, Version, call_key
+from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
 from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
 from turnmill.training.samples import TrainingSample, check_sample, stored_record, training_sample
@@ -52,7 +52,7 @@ class Collected:
     closed: Closed
     # As they were read and checked, group by group.
     groups: list[list[TrainingSample]]
-    parts: tuple[Part, ...]
+    parts: tuple[int, ...]
     # Groups whose gradients were begun before the batch was closed.
     num_early: int
 

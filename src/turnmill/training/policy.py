@@ -4,6 +4,7 @@ Axes: B rows of a micro-batch, T positions, N selected positions, V vocabulary, 
 """
 
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from turnmill.errors import InvalidInput
+from turnmill.training.linear import use_fast_linear
 from turnmill.weights import WEIGHTS_FILE, fingerprint
 
 # What a checkpoint takes over from the base model beside its weights, as glob patterns.
@@ -49,8 +51,9 @@ class _Narrow:
     """
 
     def __init__(self, block: torch.nn.Module) -> None:
-        # Flat (row, position) of the selected positions; None: all of them.
-        self._index_n: Tensor | None = None
+        # For each thread: `index_n`, flat (row, position) of the selected positions, and the `shape` [B, T, D] of what
+        # the block was given. Without them it sees all positions.
+        self._pass = threading.local()
         # Whether the last pass over all positions took one tensor and gave one like it.
         self.fits = False
         block.register_forward_pre_hook(self._select)
@@ -59,26 +62,26 @@ class _Narrow:
     @contextmanager
     def to(self, index_n: Tensor) -> Iterator[None]:
         """Narrow the passes made meanwhile."""
-        self._index_n = index_n
+        self._pass.index_n = index_n
         try:
             yield
         finally:
-            self._index_n = None
+            del self._pass.index_n
 
     def _select(self, _: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        if self._index_n is None:
+        if not hasattr(self._pass, "index_n"):
             return None
         (hidden_btd,) = arguments
-        self._shape: tuple[int, int, int] = hidden_btd.shape
-        return (hidden_btd.flatten(0, 1).index_select(0, self._index_n)[None],)
+        self._pass.shape = hidden_btd.shape
+        return (hidden_btd.flatten(0, 1).index_select(0, self._pass.index_n)[None],)
 
     def _spread(self, _: torch.nn.Module, arguments: tuple[Any, ...], added: Any) -> Tensor | None:
-        if self._index_n is None:
+        if not hasattr(self._pass, "index_n"):
             self.fits = len(arguments) == 1 and isinstance(added, Tensor) and added.shape == arguments[0].shape
             return None
-        num_rows, width, size = self._shape
+        num_rows, width, size = self._pass.shape
         zeros_md: Tensor = added.new_zeros(num_rows * width, size)
-        return zeros_md.index_copy(0, self._index_n, added[0]).view(num_rows, width, size)
+        return zeros_md.index_copy(0, self._pass.index_n, added[0]).view(num_rows, width, size)
 
 
 class Policy:
@@ -86,6 +89,7 @@ class Policy:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
+        use_fast_linear(model)
         self.has_plain_head = self._head_is_plain()
         self._narrow: _Narrow | None = None
         if self.has_plain_head:
@@ -103,6 +107,12 @@ class Policy:
         except (OSError, ValueError) as error:
             raise InvalidInput(f"base_model folder {folder} can't be loaded: {error}") from error
         return cls(model)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether several threads may run passes at once: some position embeddings are changed by a pass."""
+        rope = getattr(self.model.config, "rope_parameters", None) or {}
+        return rope.get("rope_type", "default") not in ("dynamic", "longrope")
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Each parameter once, a tied one too."""

@@ -25,7 +25,6 @@ from turnmill.ports import RunPorts, Write
 from turnmill.records import (
     Batch,
     BatchState,
-    Part,
     Progress,
     Purpose,
     ReplicaStatus,
@@ -117,7 +116,7 @@ class Stepper:
         self,
         groups: tuple[tuple[str, ...], ...],
         samples: Sequence[Sequence[TrainingSample]],
-        parts: tuple[Part, ...],
+        parts: tuple[int, ...],
         progress: Progress,
         values: dict[str, float],
     ) -> Taken:

@@ -4,7 +4,9 @@
                                     -> abandon       nothing of them is left
 
 Gradients are summed over tokens, part by part in draw order, and divided by the number of tokens at the end: so the
-first parts can be made before it is known how many tokens the batch will have. The audit comes before the update: the
+first parts can be made before it is known how many tokens the batch will have. Threads share the passes of a part, each
+pass is one thread's, and gradients are added in the order of the passes: so the bits do not depend on how many threads
+there are, and no thread waits for another one in the middle of a product. The audit comes before the update: the
 same tokens, scored with the weights that sampled them, must get the log-probs that the sampler recorded. It is decided
 over the whole batch, in the passes that compute the gradients anyway.
 
@@ -12,9 +14,12 @@ Axes: G groups, S samples of a group, B rows of a micro-batch, T positions, N tr
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +28,6 @@ from torch import Tensor
 
 from turnmill.config import Config
 from turnmill.errors import NoProgress
-from turnmill.records import Part
 from turnmill.training.audit import TokenAudit
 from turnmill.training.grpo import LossTerms, LossWeights, group_advantages, token_logprobs, token_loss
 from turnmill.training.microbatches import MicroBatch, collate, plan
@@ -80,11 +84,23 @@ class _Sums:
     num_positions: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """What one micro-batch gives."""
+
+    batch: MicroBatch
+    terms: LossTerms
+    # The policy's, for the audit.
+    logprobs_n: Tensor
+    # One a parameter; None where the pass does not reach it.
+    gradients: tuple[Tensor | None, ...]
+
+
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """Torch's threads of the calling thread, and as they were before afterwards: other work may come to it."""
+def _one_thread() -> Iterator[None]:
+    """Torch on one thread in the calling thread, and as it was before afterwards: other work may come to it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -116,7 +132,6 @@ class Trainer:
         self.num_steps = 0
         # Of the step to come.
         self._sums = _Sums()
-        self._num_threads = 1
         self._loss_weights = LossWeights(
             clip_low=config.clip_ratio_low,
             clip_high=config.clip_ratio_high,
@@ -136,36 +151,63 @@ class Trainer:
         """Write a Hugging Face checkpoint into an existing folder."""
         self.policy.save_pretrained(folder, self.base_model)
 
-    def step(self, groups: Sequence[Sequence[TrainingSample]], parts: Sequence[Part] = ()) -> StepResult:
-        """Make one optimizer step on complete groups (all of one size), cut into `parts`; see `finish`."""
+    def step(
+        self, groups: Sequence[Sequence[TrainingSample]], parts: Sequence[int] = (), *, threads: int = 1
+    ) -> StepResult:
+        """Make one optimizer step on complete groups (all of one size), cut into `parts` of groups; see `finish`."""
         self.abandon()
         begin = 0
-        for part in parts or (Part(num_groups=len(groups), threads=1),):
-            self.accumulate(groups[begin : begin + part.num_groups], part.threads)
-            begin += part.num_groups
+        for num_groups in parts or (len(groups),):
+            self.accumulate(groups[begin : begin + num_groups], threads)
+            begin += num_groups
         return self.finish()
 
     def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
         """Add the gradients of complete groups, the next ones in draw order, to those of the step to come.
 
-        Weights, cut and threads decide about the last bits of the sums.
+        Groups that are given together are cut into passes together, which decides about the last bits of the sums.
         """
         rows, advantages = _flatten(groups)
         lengths = [len(row.token_ids) for row in rows]
+        parameters = self.policy.parameters()
         sums = self._sums
-        with _threads(threads):
-            for picked in plan(lengths, self.config.micro_batch_tokens):
-                batch = collate(rows, advantages, picked)
-                terms, logprobs_n = self._terms(batch)
-                terms.loss.backward()  # type: ignore[no-untyped-call]
-                sums.audit.add(rows, batch, logprobs_n)
-                sums.terms.append(terms.detached())
-                sums.num_positions += batch.ids_bt.numel()
+        for done in self._passes(rows, advantages, plan(lengths, self.config.micro_batch_tokens), threads):
+            for parameter, gradient in zip(parameters, done.gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            sums.audit.add(rows, done.batch, done.logprobs_n)
+            sums.terms.append(done.terms)
+            sums.num_positions += done.batch.ids_bt.numel()
         sums.num_groups += len(groups)
         sums.num_rows += len(rows)
         sums.num_tokens += sum(row.num_trained for row in rows)
         sums.num_real += sum(lengths)
-        self._num_threads = threads
+
+    def _passes(
+        self, rows: Sequence[Row], advantages: Sequence[float], plan: Sequence[tuple[int, ...]], threads: int
+    ) -> Iterator[_Pass]:
+        """The passes of a plan, in order; few of them are ahead of the one asked for, as each holds all gradients."""
+        make = partial(self._pass, rows, advantages)
+        threads = min(threads, len(plan)) if self.policy.is_reentrant else 1
+        if threads <= 1:
+            with _one_thread():
+                yield from map(make, plan)
+            return
+        pending: deque[Future[_Pass]] = deque()
+        with ThreadPoolExecutor(threads, "passes", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for picked in plan:
+                pending.append(pool.submit(make, picked))
+                if len(pending) > threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+    def _pass(self, rows: Sequence[Row], advantages: Sequence[float], picked: tuple[int, ...]) -> _Pass:
+        """One micro-batch forward and backward; may run in several threads at once."""
+        batch = collate(rows, advantages, picked)
+        terms, logprobs_n = self._terms(batch)
+        gradients = torch.autograd.grad(terms.loss, self.policy.parameters(), allow_unused=True)
+        return _Pass(batch=batch, terms=terms.detached(), logprobs_n=logprobs_n, gradients=gradients)
 
     def abandon(self) -> None:
         """Forget the gradients of the step to come."""
@@ -173,14 +215,14 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def finish(self) -> StepResult:
-        """Make the optimizer step with the accumulated gradients, on the threads of the last part.
+        """Make the optimizer step with the accumulated gradients.
 
         Raises `AuditFailed` before anything changed if the recorded log-probs are not those of the current weights,
         `NoProgress` if there is nothing to train or loss or gradient is not finite (weights unchanged as well).
         Whatever happens, the gradients are gone afterwards.
         """
         try:
-            with _threads(self._num_threads):
+            with _one_thread():
                 return self._update(self._sums)
         finally:
             self.abandon()

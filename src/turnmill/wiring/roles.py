@@ -51,9 +51,6 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
         "replica": _replica,
         "trainer": _trainer,
     }
-    # Read when torch is loaded. Threads that spin while they wait take the cores from those that they wait for: with
-    # other processes at work, two of them were ten times slower than one; asleep, they never were.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for module in _HEAVY.get(role, ()):
         # Before SIGTERM is caught: nothing is held yet, so it may end the process there and then.
         import_module(module)

@@ -191,6 +191,8 @@ async def test_a_cancelled_caller_does_not_disturb_the_others_of_its_batch(path:
     first = database.write(lambda connection: insert(connection, "first"))
     await asyncio.sleep(0.05)
     cancelled, neighbour = database.write(slow), database.write(lambda connection: insert(connection, "neighbour"))
+    # To the thread with it, before the lock is free: on the loop it would stop this test.
+    await asyncio.sleep(0.05)
     other.execute("COMMIT")
     other.close()
     await asyncio.to_thread(running.wait)

@@ -13,6 +13,7 @@ import uvloop
 
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.wakeup import Bell, Waiter
+from turnmill.errors import BackendUnavailable
 from turnmill.ports import Leased, Message
 
 FOREVER_S = 100_000.0
@@ -166,3 +167,72 @@ async def test_no_bell_removes_the_pipe_of_a_consumer_that_just_begins_to_wait(f
         is_over.set()
         for ringer in ringers:
             ringer.join()
+
+
+async def test_a_bell_finds_a_waiter_that_came_after_its_last_ring(folder: Path) -> None:
+    bell, waiters = Bell(folder), list[Waiter]()
+    # At once after the ring, within one tick of the file system's clock, and later, when the folder looks settled.
+    for pause_s in (0.0, 0.0, 0.0, 0.07, 0.0, 0.07):
+        waiters.append(Waiter(folder))
+        bell.ring()
+        for waiter in waiters:
+            await waiter.wait(seen=waiter.num_rings, timeout_s=FOREVER_S)
+        await asyncio.sleep(pause_s)
+        bell.ring()
+        for waiter in waiters:
+            await waiter.wait(seen=waiter.num_rings, timeout_s=FOREVER_S)
+    for waiter in waiters:
+        waiter.close()
+    bell.close()
+
+
+async def test_a_bell_closes_the_pipes_of_those_who_are_gone(folder: Path) -> None:
+    bell = Bell(folder)
+    staying = Waiter(folder)
+    bell.ring()
+    num_open = len(os.listdir("/dev/fd"))
+    for pause_s in (0.0, 0.07):
+        going = [Waiter(folder) for _ in range(5)]
+        bell.ring()
+        await asyncio.sleep(pause_s)
+        for waiter in going:
+            waiter.close()
+        bell.ring()
+        assert len(os.listdir("/dev/fd")) == num_open
+    bell.close()
+    bell.close()
+    assert len(os.listdir("/dev/fd")) == num_open - 1
+    staying.close()
+
+
+async def test_a_bell_that_was_closed_rings_again(folder: Path) -> None:
+    bell, waiter = Bell(folder), Waiter(folder)
+    bell.ring()
+    bell.close()
+    await waiter.wait(seen=waiter.num_rings, timeout_s=FOREVER_S)
+    bell.ring()
+    await waiter.wait(seen=waiter.num_rings, timeout_s=FOREVER_S)
+    waiter.close()
+    bell.close()
+
+
+@pytest.mark.parametrize("num_rounds", range(5))
+async def test_whoever_waits_at_a_queue_that_is_closed_is_told_and_leaves_no_pipe(
+    tmp_path: Path, num_rounds: int
+) -> None:
+    """However far it has come by then: about to look, looking, or asleep."""
+    queue = SqliteQueue(tmp_path / "q.db")
+    assert await queue.take(max_messages=1) == []
+    waiting = [
+        asyncio.create_task(queue.lease(max_messages=1, lease_s=30, wait_s=FOREVER_S)),
+        asyncio.create_task(queue.take(max_messages=1, wait_s=FOREVER_S)),
+    ]
+    for _ in range(num_rounds):
+        await asyncio.sleep(0)
+    queue.close()
+    for task in waiting:
+        with pytest.raises(BackendUnavailable, match="is closed"):
+            await task
+    with pytest.raises(BackendUnavailable, match="is closed"):
+        await queue.take(max_messages=1, wait_s=FOREVER_S)
+    assert not (tmp_path / "q.wake").exists() or pipes(tmp_path / "q.wake") == []

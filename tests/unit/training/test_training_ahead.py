@@ -1,6 +1,7 @@
 """Gradients made ahead: in the order of the batch, each group once, and none left over."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from turnmill.config import Config
-from turnmill.records import Part
 from turnmill.training.ahead import Ahead
 from turnmill.training.samples import Row, TrainingSample
 from turnmill.training.trainer import Trainer
@@ -62,7 +62,7 @@ async def test_what_is_offered_meanwhile_waits_and_the_rest_is_made_at_once_on_a
     await begun(ahead, 1)
     ahead.offer([group("b")])
     parts = ahead.complete([group("c"), group("d")], is_alone=True)
-    assert parts == (Part(num_groups=1, threads=1), Part(num_groups=3, threads=4))
+    assert parts == (1, 3)
     recorder.may_go.set()
     await ahead.wait()
     assert recorder.taken == [("a", 1), ("b", 4), ("c", 4), ("d", 4)]
@@ -74,7 +74,7 @@ async def test_a_part_is_closed_once_it_is_large_enough(recorder: Recorder) -> N
     ahead.offer([group(key) for key in "abcde"])
     await begun(ahead, 5)
     parts = ahead.complete([], is_alone=True)
-    assert parts == (Part(num_groups=2, threads=1), Part(num_groups=2, threads=1), Part(num_groups=1, threads=1))
+    assert parts == (2, 2, 1)
     await ahead.wait()
     assert [key for key, _ in recorder.taken] == list("abcde")
 
@@ -82,10 +82,10 @@ async def test_a_part_is_closed_once_it_is_large_enough(recorder: Recorder) -> N
 async def test_beside_others_the_rest_takes_the_threads_of_a_role(recorder: Recorder) -> None:
     recorder.may_go.set()
     ahead = Ahead(recorder, recorder.config)
-    assert ahead.complete([group("a")], is_alone=False) == (Part(num_groups=1, threads=1),)
+    assert ahead.complete([group("a")], is_alone=False) == (1,)
     await ahead.wait()
     # And the next batch begins with nothing of this one.
-    assert ahead.complete([group("b"), group("c")], is_alone=True) == (Part(num_groups=2, threads=4),)
+    assert ahead.complete([group("b"), group("c")], is_alone=True) == (2,)
     await ahead.wait()
     assert recorder.taken == [("a", 1), ("b", 4), ("c", 4)]
 
@@ -123,6 +123,6 @@ async def test_all_cores_are_those_that_the_process_may_use(tiny_model: Path, sm
     trainer = Recorder(tiny_model, replace(small_config, trainer_threads=0))
     trainer.may_go.set()
     ahead = Ahead(trainer, trainer.config)
-    (part,) = ahead.complete([group("a")], is_alone=True)
+    ahead.complete([group("a")], is_alone=True)
     await ahead.wait()
-    assert part.threads >= 1
+    assert trainer.taken == [("a", len(os.sched_getaffinity(0)))]

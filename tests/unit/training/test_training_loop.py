@@ -1,7 +1,8 @@
 """The loop over real embedded ports; one small class stands for scheduler, worker and replica."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from turnmill.records import (
     training_key,
 )
 from turnmill.training.policy import Policy
+from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import Trainer
 
 
@@ -295,30 +297,46 @@ class OneByOne(ScriptedRollouts):
         return [self.ready.pop(0)]
 
 
-async def test_groups_that_are_certain_are_made_before_the_batch_is_closed_and_the_rest_on_all_cores(
+async def test_groups_that_are_certain_are_made_before_the_batch_is_closed(
     bench: Bench, tiny_model: Path, builders: Builders
 ) -> None:
     bench.config = replace(bench.config, global_batch_size=16, max_refill_rounds=0, trainer_threads=2)
     rollouts = OneByOne(bench.ports, tiny_model, builders, first_of_four)
     await bench.train(rollouts, max_steps=2)
     for batch in await bench.batches():
-        assert sum(part.num_groups for part in batch.parts) == len(batch.groups) == 4
-        assert [part.threads for part in batch.parts[:-1]] == [1] * (len(batch.parts) - 1)
-        assert len(batch.parts) > 1 and batch.parts[-1].threads == 2
+        assert sum(batch.parts) == len(batch.groups) == 4 and len(batch.parts) > 1
     shares = [metric.values["early_share"] for metric in await bench.ports.metrics.read(RUN_ID)]
     assert all(0 < share < 1 for share in shares)
 
 
-async def test_while_others_are_still_being_played_the_rest_takes_one_thread(
+class CountingTrainer(Trainer):
+    """Remembers on how many threads gradients were made."""
+
+    def __init__(self, base_model: Path, config: Config) -> None:
+        super().__init__(base_model, config)
+        self.threads: list[int] = []
+
+    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+        self.threads.append(threads)
+        super().accumulate(groups, threads)
+
+
+async def test_the_rest_takes_all_cores_unless_others_are_still_being_played(
     bench: Bench, tiny_model: Path, builders: Builders
 ) -> None:
-    rollouts = OneByOne(bench.ports, tiny_model, builders, lambda task, g: 0.5 if task == "t0" else float(g % 4 == 0))
-    await bench.train(rollouts, max_steps=1, trainer_threads=2)
-    (batch,) = await bench.batches()
-    assert batch.groups[0][0].startswith("t1")
-    assert [part.threads for part in batch.parts] == [1] * len(batch.parts)
-    (metric,) = await bench.ports.metrics.read(RUN_ID)
-    assert metric.values["dropped_surplus"] > 0
+    threads = []
+    for max_refill_rounds in (0, 2):
+        bench.trainer = trainer = CountingTrainer(tiny_model, bench.config)
+        # Where a group may have no signal, others are drawn ahead.
+        rollouts = OneByOne(bench.ports, tiny_model, builders, first_of_four)
+        rollouts.num_requested = Counter({f"t{i}": 100 * max_refill_rounds for i in range(20)})
+        await bench.train(
+            rollouts, max_steps=1 + max_refill_rounds // 2, max_refill_rounds=max_refill_rounds, trainer_threads=2
+        )
+        threads.append(trainer.threads)
+    assert threads[0][:-1] == [1] * (len(threads[0]) - 1) and threads[0][-1] == 2
+    (_, metric) = await bench.ports.metrics.read(RUN_ID)
+    assert metric.values["dropped_surplus"] > 0 and threads[1][-1] == 1
 
 
 async def test_stopping_leaves_nothing_of_the_gradients_made_so_far(

@@ -120,7 +120,7 @@ async def test_a_step_made_in_parts_is_made_again_to_the_same_bits_whatever_the_
     rollouts = OneByOne(bench.ports, tiny_model, builders, first_of_four)
     await bench.train(rollouts, max_steps=3, save_steps=10)
     expected, batches = state(bench.trainer), await bench.batches()
-    assert {part.threads for batch in batches for part in batch.parts} == {1, 2}
+    assert all(len(batch.parts) > 1 for batch in batches)
     metrics = await bench.ports.metrics.read(RUN_ID)
     remove_checkpoints(bench, after=0)
     (bench.folder.parent / "root" / "runs" / RUN_ID / "metrics.jsonl").unlink()

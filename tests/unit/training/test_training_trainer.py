@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, InvalidInput, NoProgress
-from turnmill.records import Part
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, Span, TrainingSample
 from turnmill.training.trainer import Trainer, learning_rate
@@ -133,30 +139,37 @@ def test_parts_made_one_by_one_give_the_bits_of_the_same_parts_made_at_once(
     config = replace(small_config, ent_coeff=0.01, kl_coeff=0.1)
     early, late = trainer_of(config), trainer_of(config)
     groups = make_groups(early)
-    parts = [Part(num_groups=num, threads=1) for num in cut]
     begin = 0
-    for part in parts:
-        early.accumulate(groups[begin : begin + part.num_groups], part.threads)
-        begin += part.num_groups
-    assert early.finish() == late.step(groups, parts)
+    for num_groups in cut:
+        early.accumulate(groups[begin : begin + num_groups], 1)
+        begin += num_groups
+    assert early.finish() == late.step(groups, cut)
     assert early.fingerprint() == late.fingerprint()
 
 
-def test_threads_are_those_of_the_part_and_the_callers_again_afterwards(
-    trainer_of: Trainers, small_config: Config
-) -> None:
-    digests = []
-    for ambient in (1, 3):
-        trainer = trainer_of(small_config)
+def test_neither_threads_of_the_trainer_nor_of_torch_change_a_bit(trainer_of: Trainers, small_config: Config) -> None:
+    found = []
+    for threads, ambient in ((1, 1), (3, 1), (1, 3), (2, 2)):
+        # As many passes as there are rows.
+        trainer = trainer_of(replace(small_config, micro_batch_tokens=8, ent_coeff=0.01, kl_coeff=0.1))
         groups = make_groups(trainer)
         torch.set_num_threads(ambient)
         try:
-            trainer.step(groups, [Part(num_groups=1, threads=1), Part(num_groups=1, threads=2)])
+            result = trainer.step(groups, threads=threads)
             assert torch.get_num_threads() == ambient
         finally:
             torch.set_num_threads(1)
-        digests.append(trainer.fingerprint())
-    assert digests[0] == digests[1]
+        found.append((result, trainer.fingerprint()))
+    assert found == [found[0]] * 4
+
+
+def test_an_error_in_one_of_several_threads_is_told(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(replace(small_config, micro_batch_tokens=8))
+    groups = change_rows(make_groups(trainer), lambda row: replace(row, token_ids=[10**6] * len(row.token_ids)))
+    with pytest.raises(IndexError):
+        trainer.step(groups, threads=2)
+    trainer.abandon()
+    assert [p for p in trainer.policy.parameters() if p.grad is not None] == []
 
 
 def test_abandoned_gradients_leave_nothing_behind(trainer_of: Trainers, small_config: Config) -> None:
@@ -333,6 +346,21 @@ def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
     with torch.no_grad():
         selected_nv = policy.logits(ids_bt, torch.tensor([0]), torch.tensor([7]))
         torch.testing.assert_close(selected_nv, policy.model(input_ids=ids_bt).logits[0, 7:8])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("default", True), ("linear", True), ("dynamic", False)])
+def test_a_model_whose_passes_change_it_is_run_by_one_thread(kind: str, expected: bool) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    assert Policy(LlamaForCausalLM(config)).is_reentrant is expected
 
 
 def test_right_padding_does_not_change_the_logits_of_real_tokens(tiny_model: Path) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from turnmill.backends.embedded.queue import SqliteQueue
-from turnmill.backends.embedded.records import write_one
+from turnmill.backends.embedded.records import kind_of, write_one
 from turnmill.backends.embedded.sqlite import Database
+from turnmill.errors import InvalidInput
 from turnmill.ports import Message, Write
 
 
@@ -18,7 +19,10 @@ class SqliteOutbox:
         self._queue = queue
 
     async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
-        """See `ports.Outbox.write`."""
+        """See `ports.Outbox.write`; raises `InvalidInput` for a key of another kind than the file holds."""
+        for write, _ in entries:
+            if kind_of(write.key) != self._database.path.stem:
+                raise InvalidInput(f"record {write.key!r} does not lie in {self._database.path.name}")
         return await self._database.write(partial(self._write, entries=entries)) if entries else []
 
     def _write(self, connection: sqlite3.Connection, *, entries: Sequence[tuple[Write, Message]]) -> list[bool]:

@@ -12,6 +12,7 @@ would end all leases at once. It begins anew with the machine, which no consumer
 """
 
 import asyncio
+import math
 import secrets
 import sqlite3
 import time
@@ -24,8 +25,9 @@ from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
 
 DEDUP_WINDOW_S = 300.0
-# How often ids that are past the window are removed.
-_FORGET_EVERY_S = 1.0
+# How often ids that are past the window are removed, and times of an earlier clock: not once, because the transaction
+# that does it may be rolled back.
+_TIDY_EVERY_S = 1.0
 # Longest time between two looks at the queue while waiting: what a lost wake-up costs.
 _LOOK_EVERY_S = 0.5
 _WAITING, _READY, _HIDDEN = 0, 1, 2
@@ -102,8 +104,8 @@ class SqliteQueue:
         # Set by operations that made a message ready.
         self._news = False
         self._forgot_at = 0.0
-        # Set once the times of an earlier clock are gone.
-        self._is_settled = False
+        # When the times of an earlier clock were removed last.
+        self._settled_at = -math.inf
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
 
     # ------------------------------------------------------------ work
@@ -180,7 +182,7 @@ class SqliteQueue:
     async def _wait(self, look: Callable[[], Awaitable[list[Leased]]], wait_s: float) -> list[Leased]:
         """Look until there is something, `wait_s` at most."""
         give_up = time.monotonic() + wait_s
-        if wait_s <= 0:
+        if wait_s <= 0 or self._db.closed:
             return await look()
         waiter = self._waiter()
         while True:
@@ -227,7 +229,7 @@ class SqliteQueue:
         """`send` as an operation on the queue's file, to be part of a larger one."""
         now = self._settled_clock(connection)
         before = now - DEDUP_WINDOW_S
-        if not 0 <= now - self._forgot_at < _FORGET_EVERY_S:
+        if not 0 <= now - self._forgot_at < _TIDY_EVERY_S:
             self._forgot_at = now
             connection.execute("DELETE FROM sent WHERE sent_at <= ?", (before,))
         for message in messages:
@@ -278,8 +280,8 @@ class SqliteQueue:
     def _settled_clock(self, connection: sqlite3.Connection) -> float:
         """The time; what is dated later is of before the machine was started, and its consumers are gone."""
         now = self._clock()
-        if not self._is_settled:
-            self._is_settled = True
+        if not 0 <= now - self._settled_at < _TIDY_EVERY_S:
+            self._settled_at = now
             connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND hidden_at > ?", (now,))
             # Remembered for another window: longer than needed is safe.
             connection.execute("UPDATE sent SET sent_at = ?1 WHERE sent_at > ?1", (now,))

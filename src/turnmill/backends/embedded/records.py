@@ -38,7 +38,7 @@ class SqliteRecordStore:
         found: dict[str, Stored] = {}
         by_kind: defaultdict[str, list[str]] = defaultdict(list)
         for key in keys:
-            by_kind[_kind_of(key)].append(key)
+            by_kind[kind_of(key)].append(key)
         databases = [(self._database(kind), wanted) for kind, wanted in by_kind.items()]
         for part in await asyncio.gather(
             *(database.read(partial(_get, keys=wanted)) for database, wanted in databases if database.exists)
@@ -51,7 +51,7 @@ class SqliteRecordStore:
         applied = [False] * len(writes)
         by_kind: defaultdict[str, list[int]] = defaultdict(list)
         for index, write in enumerate(writes):
-            by_kind[_kind_of(write.key)].append(index)
+            by_kind[kind_of(write.key)].append(index)
         outcomes = await asyncio.gather(
             *(
                 self._database(kind).write(partial(_write, writes=[writes[index] for index in indices]))
@@ -67,7 +67,7 @@ class SqliteRecordStore:
         """See `ports.RecordStore.scan`; raises `InvalidInput` for a prefix shorter than `kind/partition/`."""
         if prefix.count("/") < 2:
             raise InvalidInput(f"scan prefix {prefix!r} must hold at least kind/partition/")
-        database = self._database(_kind_of(prefix))
+        database = self._database(kind_of(prefix))
         if not database.exists:
             return []
         return await database.read(partial(_scan, prefix=prefix, after=after, limit=limit))
@@ -83,7 +83,8 @@ class SqliteRecordStore:
         return self._databases[kind]
 
 
-def _kind_of(key: str) -> str:
+def kind_of(key: str) -> str:
+    """The first segment of a record's key; raises `InvalidInput` for a key that is not `kind/partition/...`."""
     kind, _, rest = key.partition("/")
     partition, _, _ = rest.partition("/")
     if _KIND.fullmatch(kind) is None or not partition:

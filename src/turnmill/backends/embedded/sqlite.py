@@ -24,7 +24,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from turnmill.errors import BackendUnavailable, RecordCorrupt
+from turnmill.backends.embedded.sqlite_errors import named_error, primary_code
+from turnmill.errors import BackendUnavailable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -47,20 +48,6 @@ _PRAGMAS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA cache_siz
 # and the -wal file grows without end; this thread's does, at this size.
 _CHECKPOINT_BYTES = 16 * 2**20
 _CHECKPOINT_WAIT_S = 0.1
-# The file or the disk fails, whatever was asked.
-_UNAVAILABLE = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_PROTOCOL,
-        sqlite3.SQLITE_READONLY,
-    }
-)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,7 +84,7 @@ class Database:
         # Something was written since the last look at the -wal file.
         self._has_written = False
         self._inbox: SimpleQueue[list[_Operation] | None] = SimpleQueue()
-        # Guards the four below: nothing may enter the inbox behind the closing mark.
+        # Guards the four below; whoever holds it waits for nothing.
         self._lock = threading.Lock()
         self._pending: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
         # Lists of operations in the inbox or being run by the thread: while there are any, later ones go behind them.
@@ -128,11 +115,13 @@ class Database:
     def close(self) -> None:
         """Do what was submitted, checkpoint, end the thread; idempotent. Later operations raise."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for batch in self._pending.values():
-                    self._hand_over(batch)
-                self._pending.clear()
+            is_first, self._closed = not self._closed, True
+            for batch in self._pending.values():
+                self._hand_over(batch)
+            self._pending.clear()
+        if is_first:
+            # Another loop may be at work here, and hands over what it can't do: nothing may follow the closing mark.
+            with self._using:
                 self._inbox.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -175,12 +164,12 @@ class Database:
                     break
                 submitted = submitted[_MAX_BATCH:]
                 _set_results(batch)
+            if submitted or self._is_long():
+                with self._lock:
+                    # An empty list has the thread look at the -wal file.
+                    self._hand_over(submitted)
         finally:
             self._using.release()
-        if submitted or self._is_long():
-            with self._lock:
-                # An empty list has the thread look at the -wal file.
-                self._hand_over(submitted)
 
     def _run_here(self, connection: sqlite3.Connection, batch: list[_Operation]) -> bool:
         """False when the lock is taken, and nothing was done."""
@@ -189,7 +178,7 @@ class Database:
                 self._run_batch(connection, batch)
                 return True
             except sqlite3.OperationalError as error:
-                if _primary_code(error) != sqlite3.SQLITE_BUSY:
+                if primary_code(error) != sqlite3.SQLITE_BUSY:
                     self._fail(batch, error)
                     return True
             except Exception as error:  # the supervision boundary: whatever failed, callers are told
@@ -211,8 +200,8 @@ class Database:
     def _serve(self) -> None:
         for batch, num_lists in self._batches():
             with self._using:
-                if batch:
-                    self._run_patiently(batch)
+                for start in range(0, len(batch), _MAX_BATCH):
+                    self._run_patiently(batch[start : start + _MAX_BATCH])
                 if self._connection is not None and (not batch or self._is_long()):
                     self._checkpoint(self._connection)
             with self._lock:
@@ -246,7 +235,7 @@ class Database:
 
     def _fail(self, batch: Sequence[_Operation], error: Exception) -> None:
         for operation in batch:
-            operation.error = self._named(error)
+            operation.error = named_error(error, self.path, busy_s=self._busy_s)
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +259,7 @@ class Database:
         self._begin(connection, writes=writes)
         try:
             for operation in batch:
-                operation.result = operation.run(connection)
+                operation.result, operation.error = operation.run(connection), None
         except Exception:  # of whichever operation: with savepoints it turns out whose it is
             self._roll_back(connection)
             self._begin(connection, writes=writes)
@@ -280,6 +269,10 @@ class Database:
             except BaseException:
                 self._roll_back(connection)
                 raise
+        except BaseException:
+            # Ctrl-C on the loop's thread: the lock must not outlive the loop.
+            self._roll_back(connection)
+            raise
         try:
             connection.execute("COMMIT")
         except BaseException:
@@ -310,7 +303,8 @@ class Database:
         self._has_written = False
         try:
             return os.stat(self._wal).st_size >= _CHECKPOINT_BYTES
-        except FileNotFoundError:
+        except OSError:
+            # Gone, or out of reach: then the next operation tells.
             return False
 
     def _checkpoint(self, connection: sqlite3.Connection) -> None:
@@ -321,8 +315,8 @@ class Database:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 connection.execute("PRAGMA busy_timeout=0")
-        except (sqlite3.OperationalError, OSError) as error:
-            # Nothing is lost: a later commit tries again, and a disk that fails tells the next caller.
+        except sqlite3.Error as error:
+            # Nothing is lost: a later commit tries again, and a disk or a file that fails tells the next caller.
             logger.warning("%s could not be checkpointed: %s", self.path, error)
 
     @staticmethod
@@ -348,7 +342,7 @@ class Database:
                 return action()
             except sqlite3.OperationalError as error:
                 waited_s = time.monotonic() - begun
-                if _primary_code(error) != sqlite3.SQLITE_BUSY or waited_s > self._busy_s:
+                if primary_code(error) != sqlite3.SQLITE_BUSY or waited_s > self._busy_s:
                     raise
                 if waited_s > _LONG_WAIT_S and not told:
                     told = True
@@ -365,24 +359,11 @@ class Database:
         except Exception as error:  # the operation's exception belongs to its caller, whatever it is
             if not connection.in_transaction:
                 raise
-            operation.error = self._named(error)
+            operation.error = named_error(error, self.path, busy_s=self._busy_s)
             if operation.writes:
                 connection.execute("ROLLBACK TO operation")
         if operation.writes:
             connection.execute("RELEASE operation")
-
-    def _named(self, error: Exception) -> Exception:
-        """The error in the words of the port: what the file could not do, and why."""
-        primary = _primary_code(error)
-        if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return RecordCorrupt(f"{self.path} is no intact SQLite file: {error}")
-        if primary == sqlite3.SQLITE_BUSY:
-            return BackendUnavailable(f"{self.path} was locked by another process for {self._busy_s:g} s")
-        if primary == sqlite3.SQLITE_FULL:
-            return BackendUnavailable(f"{self.path} can't grow: the disk is full; free some space and try again")
-        if primary in _UNAVAILABLE or isinstance(error, OSError):
-            return BackendUnavailable(f"{self.path} can't be used: {error}")
-        return error
 
     def _resolve(self, batch: list[_Operation]) -> None:
         """Tell the callers: one wake-up per event loop."""
@@ -396,12 +377,6 @@ class Database:
                 # The loop ended while its operations were under way: nobody is left to be told.
                 if not loop.is_closed():
                     raise
-
-
-def _primary_code(error: Exception) -> int | None:
-    """SQLite's result code without its extension; None for an error that has none."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code & 0xFF if isinstance(code, int) else None
 
 
 def _set_results(operations: list[_Operation]) -> None:

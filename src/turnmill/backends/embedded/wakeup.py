@@ -97,9 +97,9 @@ class Waiter:
         """Return at a ring or after `timeout_s`.
 
         `seen` is `num_rings` as it was before the caller last looked: a ring that another task took from the pipe
-        since then returns at once.
+        since then returns at once. So does a wait that begins when the waiter is closed.
         """
-        if self.num_rings != seen:
+        if self.num_rings != seen or self._fd < 0:
             return
         loop = asyncio.get_running_loop()
         rung: asyncio.Future[None] = loop.create_future()
