@@ -18,6 +18,8 @@ import msgspec
 from turnmill.records import Call, Sampling, digest_of, encode
 
 _sorted = msgspec.json.Encoder(order="sorted")
+# Lists and objects in one another: below what any reader's stack holds, wherever a message is read again.
+MAX_NESTING = 64
 
 
 def text_of(content: Any) -> str:
@@ -27,14 +29,23 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
+def is_nested_deeply(value: Any, most: int = MAX_NESTING) -> bool:
+    """Whether lists and objects lie more than `most` deep in one another."""
+    if not isinstance(value, list | dict):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(is_nested_deeply(item, most - 1) for item in items)
+
+
 def _arguments(text: Any) -> Any:
     """Tool-call arguments as a value; what the model wrote may be no JSON, then the trimmed text stands for itself."""
     if not isinstance(text, str):
         return text
     try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return text.strip()
+    return text.strip() if is_nested_deeply(value) else value
 
 
 def canonical(message: dict[str, Any]) -> bytes:

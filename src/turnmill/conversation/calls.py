@@ -170,7 +170,7 @@ class Calls:
             del self._waiting[key]
 
     def _time_out(self, answer: asyncio.Future[Call]) -> None:
-        self.counts.num_timeouts += 1
+        self.counts.num_timeouts += not answer.done()
         _fail(answer, CallTimeout(f"the call was not answered within {self._timeout_s:g} s"))
 
     def stop(self) -> None:

@@ -1,9 +1,13 @@
 """POST over HTTP/1.1 on kept connections, with bodies in memory: what a turn needs of an HTTP client and no more.
 
     post -> an idle connection | a new one -> head + body in one write -> llhttp -> (status, body) -> idle again
+                                                              anything unexpected '-> closed, and never used again
 
 A general client spends more time on a request than everything else that a worker does in a turn (redirects, cookies,
 encodings, middlewares, streams). Parsing is that of Node.js (llhttp, through httptools). Who calls owns the retries.
+
+An answer must say how long it is (Content-Length or chunks): one that ends with its connection can't be told from one
+that was cut, and counts as incomplete.
 """
 
 import asyncio
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
-from httptools import HttpParserError, HttpResponseParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from turnmill.errors import InvalidInput
 
@@ -49,9 +53,10 @@ class Url:
         is_secure = parts.scheme == "https"
         if parts.scheme not in ("http", "https") or not parts.hostname or not _PRINTABLE.issuperset(text):
             raise InvalidInput("the base URL of the proxy must begin with http:// or https:// and name a host")
-        host = parts.netloc.rpartition("@")[2]
+        if parts.username is not None or parts.password is not None:
+            raise InvalidInput("the base URL of the proxy must not hold a user name or a password: they are not sent")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         default = 443 if is_secure else 80
         return cls(host=parts.hostname, port=port or default, is_secure=is_secure, head=head.encode())
 
@@ -63,24 +68,31 @@ class HttpClient:
         self._idle: dict[tuple[str, int, bool], list[_Connection]] = {}
         self._open: set[_Connection] = set()
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> "HttpClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        ending = [connection.end() for connection in self._open]
-        await asyncio.gather(*ending)
+        # Later requests, and those that are about to get a connection, fail; those under way end with theirs.
+        self._is_closed = True
+        await asyncio.gather(*[connection.end() for connection in self._open])
 
     async def post(self, url: Url, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`HttpError` among them) without one."""
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = b"%b%bContent-Length: %d\r\n\r\n" % (url.head, lines.encode("latin-1"), len(body))
+        """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`HttpError` among them) without one.
+
+        Raises `InvalidInput` for a header that is no printable ASCII.
+        """
+        lines = "".join([_header(name, value) for name, value in headers.items()])
+        head = b"%b%bContent-Length: %d\r\n\r\n" % (url.head, lines.encode(), len(body))
         give_up = time.monotonic() + timeout_s
         connection = self._take(url)
         if connection is None:
             async with asyncio.timeout(timeout_s):
                 connection = await self._connect(url)
         try:
+            if self._is_closed:
+                raise HttpError("the client is closed")
             answer: tuple[int, bytes] = await connection.exchange(head + body, max(0.0, give_up - time.monotonic()))
         except BaseException:
             # Its answer may still come: nobody else must take it for theirs.
@@ -112,8 +124,15 @@ class HttpClient:
         return connection
 
 
+def _header(name: str, value: str) -> str:
+    if not (value.isascii() and value.isprintable()):
+        # A line feed in it would begin another header. The value may be a secret.
+        raise InvalidInput(f"the header {name} can't be sent: it holds other characters than printable ASCII")
+    return f"{name}: {value}\r\n"
+
+
 class _Connection(asyncio.Protocol):
-    """One connection and at most one exchange at a time; the callbacks from `on_body` on are the parser's."""
+    """One connection and at most one exchange at a time; the callbacks from `on_message_begin` on are the parser's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, registry: "set[_Connection]") -> None:
         self._loop = loop
@@ -128,7 +147,11 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        return self._keeps_alive and self._transport is not None and not self._transport.is_closing()
+        """Nothing but the next request can be on its way: not even the rest of one that was answered early."""
+        transport = self._transport
+        if not self._keeps_alive or transport is None or transport.is_closing():
+            return False
+        return not transport.get_write_buffer_size()
 
     async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._transport is None or self._transport.is_closing():
@@ -148,10 +171,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def end(self) -> None:
-        """Close, and wait until the loop has done so."""
-        if self._transport is not None:
-            self._transport.close()
-            await self._closed
+        """Close at once, and wait until the loop has done so; a polite end would wait for what the peer does."""
+        self.abort()
+        await self._closed
 
     def _fail(self, error: OSError) -> None:
         self._keeps_alive = False
@@ -173,7 +195,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except HttpParserError as error:
+        except (HttpParserError, HttpParserUpgrade) as error:
             self._fail(HttpError(f"the answer is no HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -184,6 +206,11 @@ class _Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------ httptools
 
+    def on_message_begin(self) -> None:
+        if self._answer is None or self._answer.done():
+            # More came with the answer: whose it is, nobody can say, so the next request must not get it.
+            self._keeps_alive = False
+
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
 
@@ -193,7 +220,7 @@ class _Connection(asyncio.Protocol):
             # An interim answer: the real one follows.
             self._chunks.clear()
             return
-        self._keeps_alive = self._parser.should_keep_alive()
+        self._keeps_alive = self._keeps_alive and self._parser.should_keep_alive()
         self.used_at = time.monotonic()
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks = []

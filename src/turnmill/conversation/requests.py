@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from turnmill.conversation.branches import prefix_hashes, request_identity, text_of
+from turnmill.conversation.branches import MAX_NESTING, is_nested_deeply, prefix_hashes, request_identity, text_of
 from turnmill.errors import InvalidRequest
 from turnmill.records import InvalidReason, Sampling, encode
 
@@ -65,7 +65,7 @@ class Heard:
         beginnings = [
             entry
             for entry in self._latest
-            if encoded.startswith(entry[0]) and encoded[len(entry[0]) :][:1] in (b",", b"")
+            if encoded.startswith(entry[0]) and encoded[len(entry[0]) : len(entry[0]) + 1] in (b",", b"")
         ]
         return max(beginnings, key=lambda entry: len(entry[0]), default=None)
 
@@ -230,6 +230,8 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
     if not isinstance(value, list) or not all(map(is_call, value)):
         raise InvalidRequest(f"{where} must be a list of calls with function.name and function.arguments", param=where)
+    if is_nested_deeply(value):
+        raise InvalidRequest(f"{where} is nested more than {MAX_NESTING} deep", param=where)
     return value
 
 

@@ -23,8 +23,8 @@ from tests.unit.generation.bench import (
     serving,
 )
 from turnmill.generation.renderer import Renderer
-from turnmill.ports import Message, RunPorts
-from turnmill.records import FinishReason, Purpose, Sampling, encode
+from turnmill.ports import Message, RunPorts, Write
+from turnmill.records import FinishReason, Purpose, Sampling, call_key, encode
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])
@@ -165,3 +165,32 @@ async def test_a_call_ends_where_the_conversation_is_full(ports: RunPorts, spell
         response = await ask(ports, request_for("a_0", max_length=num_prompt + 3))
     assert response.finish_reason == "length"
     assert len((await recorded(ports, "a_0")).token_ids) == num_prompt + 3
+
+
+async def test_a_replica_that_remembers_a_parent_goes_on_like_one_that_reads_it(
+    ports: RunPorts, random_llama: Path
+) -> None:
+    """First one replica for all turns, then, with the records away, a new one for each. Every second reply is cut."""
+    turns = [request_for("a_0", sampling=Sampling(max_new_tokens=2))]
+    for number in range(1, 5):
+        sampling = Sampling(max_new_tokens=2 + 30 * (number % 2))
+        turns.append(request_for(f"a_{number}", FEEDBACK, parent=f"a_{number - 1}", sampling=sampling))
+    async with serving(ports, CountingEngine(random_llama), random_llama):
+        remembering = [await ask(ports, turn) for turn in turns]
+    reading = []
+    for turn in turns:
+        key = call_key("run", Purpose.TRAIN, "a", turn.step_id)
+        await ports.records.write([Write(key=key, value=None, expected=None)])
+    for turn in turns:
+        async with serving(ports, CountingEngine(random_llama), random_llama):
+            reading.append(await ask(ports, replace(turn, epoch=1)))
+    for known, read in zip(remembering, reading, strict=True):
+        assert known.call is not None and read.call is not None
+        assert known.finish_reason == read.finish_reason
+        for name in ("token_ids", "loss_mask", "reply", "messages", "parent", "finish_reason", "version"):
+            assert getattr(known.call, name) == getattr(read.call, name), name
+        assert known.call.logprobs == pytest.approx(read.call.logprobs, abs=1e-5)
+    for calls in (remembering, reading):
+        for before, after in pairwise(calls):
+            assert before.call is not None and after.call is not None
+            assert after.call.parent_digest == before.call.digest
