@@ -40,7 +40,7 @@ class Server:
     # Connections that ended, by their number.
     ended: set[int] = field(default_factory=set)
     requests: list[Exchange] = field(default_factory=list)
-    # Set anew with each request, and with each end of a connection.
+    # Told of each request and of each end of a connection.
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
