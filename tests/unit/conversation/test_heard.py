@@ -13,7 +13,7 @@ from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling, encode
 
 # What JSON can hold, and texts that look like pieces of it.
-VALUES = [
+VALUES: list[Any] = [
     0,
     1,
     1.0,
