@@ -77,6 +77,13 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._layers_shcd[index] = (grown[0], grown[1])
         self.capacity = capacity
 
+    def copy(self, source: int, slots: list[int], num_positions: int) -> None:
+        """Give `slots` the first positions of `source`."""
+        index_b = torch.tensor(slots)
+        for pair in self._layers_shcd.values():
+            for storage in pair:
+                storage[index_b, :, :num_positions] = storage[source, :, :num_positions]
+
     def clear(self, slot: int | None = None) -> None:
         """Zero one slot or all. Needed only for content that is not finite: a masked weight of 0 times NaN is NaN."""
         for pair in self._layers_shcd.values():

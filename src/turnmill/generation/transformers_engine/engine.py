@@ -1,6 +1,7 @@
 """The slot engine: who sits in which slot, and what one step computes.
 
     submit -> slot (the conversation's own, or the longest unused) -> prefill of the new tokens -> decode ... -> result
+                  (a beginning that another slot holds is copied)
                   ▲                                                                                               │
                   └────────────────────────── keep: the cache stays under the call's digest ◀──────────────────────┘
 
@@ -19,6 +20,7 @@ import torch
 from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineCall, EngineResult
 from turnmill.generation.transformers_engine.loading import model_fingerprint, replace_weights
+from turnmill.generation.transformers_engine.openings import Openings
 from turnmill.generation.transformers_engine.passes import Group, Ints, Row, SlotModel, group_of
 from turnmill.generation.transformers_engine.sampling import draw, generator_of, uniforms
 from turnmill.records import FinishReason, Version
@@ -64,6 +66,8 @@ class TransformersEngine:
         self._generators: dict[int, np.random.Generator] = {}
         self._calls: dict[int, EngineCall] = {}
         self._to_prefill: dict[int, Ints] = {}
+        # Beginnings of conversations, and slots that hold them or will after their prefill.
+        self._openings = Openings()
         # Slots without a running call, longest unused first.
         self._idle: dict[int, None] = dict.fromkeys(range(num_slots))
         self._slot_of_key: dict[str, int] = {}
@@ -108,6 +112,8 @@ class TransformersEngine:
             if not self._idle:
                 raise GenerationFailed("no_free_slot", "all slots run; ask num_free before submitting")
             slot = next(iter(self._idle))
+            if self._openings.begin(slot, feed):
+                start, feed = len(feed) - 1, feed[-1:]
         self._forget(slot)
         del self._idle[slot]
         self._reserve(start + len(feed) + call.max_new_tokens, call.max_new_tokens)
@@ -220,7 +226,16 @@ class TransformersEngine:
     def _prefill_groups(self, num_tokens: int) -> list[Group]:
         """At most so many tokens of the calls that wait, those of similar length together."""
         rows: list[Row] = []
+        for source, slots in self._openings.ready(self._to_prefill, self._length_s):
+            num_shared = len(self._to_prefill[slots[0]]) - 1
+            self._cache.copy(source, slots, num_shared)
+            for slot in slots:
+                # Its last token is computed for each call, because its logits are what the call samples from.
+                self._length_s[slot] = num_shared
+                self._to_prefill[slot] = self._to_prefill[slot][num_shared:]
         for slot, feed in self._to_prefill.items():
+            if self._openings.waits(slot):
+                continue
             num = min(len(feed), _CHUNK_TOKENS, num_tokens)
             if num < 1:
                 break
@@ -277,6 +292,7 @@ class TransformersEngine:
         self._generators.pop(slot)
         self._idle[slot] = None
         if broken:
+            self._openings.drop(slot)
             self._cache.clear(slot)
             num -= 1
         else:
@@ -305,6 +321,7 @@ class TransformersEngine:
     def _forget_all(self) -> None:
         for slot in list(self._idle):
             self._forget(slot)
+            self._openings.drop(slot)
         self._length_s[:] = 0
         with torch.inference_mode():
             self._cache.clear()
