@@ -122,8 +122,8 @@ class Attempt:
 
     def begin(self, request: ChatRequest, key: str | None) -> tuple[Entry, Call | None]:
         """A new request's entry, and the recorded answer of an earlier attempt where it replays one."""
-        parent, start = self._table.match(request.hashes)
-        messages = request.messages(start)
+        parent, start = self._table.match(request.said.hashes)
+        messages = request.said.since(start)
         self.num_requests += 1
         # Assistant text that no call here produced is context (mask 0): the client edited its history.
         if (parent is None and self.num_requests > 1) or (parent and any(m["role"] == "assistant" for m in messages)):
@@ -139,7 +139,7 @@ class Attempt:
         else:
             call_id = recorded.call_id
             self.num_replayed += 1
-        entry = self._entry(call_id, request.identity, request.hashes[-1], parent, messages, digest)
+        entry = self._entry(call_id, request.identity, request.said.hashes[-1], parent, messages, digest)
         self._latest[entry.identity] = entry
         if key is not None:
             self._keyed[key] = entry

@@ -12,7 +12,7 @@ import msgspec
 
 from turnmill.conversation.branches import MAX_NESTING, is_nested_deeply, prefix_hashes, request_identity, text_of
 from turnmill.errors import InvalidRequest
-from turnmill.records import InvalidReason, Sampling, encode
+from turnmill.records import InvalidReason, Sampling
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -25,59 +25,105 @@ MAX_HEARD = 4
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    value = _decoded(body)
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
 
 
+def _decoded(raw: bytes | msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _no_json(error) from error
+
+
+def _parts(body: bytes) -> dict[str, msgspec.Raw]:
+    """The JSON object in a request body, its values as they came."""
+    try:
+        return _OBJECT.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("the body must be a JSON object") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _no_json(error) from error
+
+
+def _no_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"the body is not valid JSON: {error}")
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 # ---------------------------------------------------------------- chat
 
 
-class Heard:
-    """The latest requests of one attempt. One that goes on from them is checked and hashed from there on only.
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """The messages of a request, checked; those that were checked before are not read again."""
 
-    So a turn costs the same however long the conversation is, but for what is linear and cheap: reading the body.
+    # JSON array as it came.
+    raw: bytes
+    # The messages from index `start` on, as they came.
+    tail: list[Any]
+    start: int
+    # Prefix hashes of all messages.
+    hashes: list[bytes]
+    # Role of the last message.
+    last_role: str
+
+    def since(self, index: int) -> list[dict[str, Any]]:
+        """The messages from `index` on, with the keys that matter and their content as text."""
+        late = self.tail[index - self.start :] if index >= self.start else msgspec.json.decode(self.raw)[index:]
+        return [_message(item, index + offset) for offset, item in enumerate(late)]
+
+
+class Heard:
+    """The latest requests of one attempt. One that begins with the bytes of another is read from there on only.
+
+    So a turn costs the same however long the conversation is. Every client writes what it said before as it wrote it
+    then; for one that does not, each request is read as a whole.
     """
 
     def __init__(self) -> None:
-        # (stored form of the messages without its end, their prefix hashes), the latest last.
-        self._latest: list[tuple[bytes, list[bytes]]] = []
+        # (JSON of the messages without the closing bracket, their prefix hashes, the last one's role), the latest last.
+        self._latest: list[tuple[bytes, list[bytes], str]] = []
 
-    def hashes(self, messages: list[Any]) -> list[bytes]:
-        """Prefix hashes of the request's messages; raises `InvalidRequest` for the first that is not served."""
-        encoded = encode(messages)[:-1]
-        known = self._longest_beginning(encoded)
-        hashes = list(known[1]) if known else []
-        start = len(hashes)
-        new = [_message(item, start + index) for index, item in enumerate(messages[start:])]
-        hashes += prefix_hashes(new, hashes[-1] if hashes else b"")
-        if known:
+    def read(self, raw: bytes) -> Said:
+        """The JSON array of a request's messages; raises `InvalidRequest` for the first that is not served."""
+        known = max(
+            (entry for entry in self._latest if _goes_on(raw, entry[0])), key=lambda entry: len(entry[0]), default=None
+        )
+        tail: list[Any] = []
+        hashes: list[bytes] = []
+        last_role = ""
+        if known is None:
+            tail = _messages(_decoded(raw))
+        else:
+            hashes, last_role = list(known[1]), known[2]
+            rest = raw[len(known[0]) :].lstrip()
+            if rest != b"]":
+                tail = _messages(_decoded(b"[" + rest[1:]))
             # Gone on from: in a conversation without branches one entry is all there is.
             self._latest.remove(known)
-        self._latest = [*self._latest[1 - MAX_HEARD :], (encoded, hashes)]
-        return hashes
+        start = len(hashes)
+        new = [_message(item, start + index) for index, item in enumerate(tail)]
+        hashes += prefix_hashes(new, hashes[-1] if hashes else b"")
+        last_role = new[-1]["role"] if new else last_role
+        self._latest = [*self._latest[1 - MAX_HEARD :], (raw[:-1].rstrip(), hashes, last_role)]
+        return Said(raw=raw, tail=tail, start=start, hashes=hashes, last_role=last_role)
 
-    def _longest_beginning(self, encoded: bytes) -> tuple[bytes, list[bytes]] | None:
-        beginnings = [
-            entry
-            for entry in self._latest
-            if encoded.startswith(entry[0]) and encoded[len(entry[0]) : len(entry[0]) + 1] in (b",", b"")
-        ]
-        return max(beginnings, key=lambda entry: len(entry[0]), default=None)
+
+def _goes_on(raw: bytes, beginning: bytes) -> bool:
+    """The array begins with these messages and is at its end then, or has another message."""
+    return raw.startswith(beginning) and raw[len(beginning) : len(beginning) + 8].lstrip()[:1] in (b",", b"]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """One chat completion that the run can serve."""
 
-    # As they came, checked.
-    raw_messages: list[Any]
-    # Prefix hashes of the messages.
-    hashes: list[bytes]
+    said: Said
     # Of the whole request: what a transport retry repeats.
     identity: str
     sampling: Sampling
@@ -86,10 +132,6 @@ class ChatRequest:
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
-
-    def messages(self, start: int) -> list[dict[str, Any]]:
-        """The messages from index `start` on, with the keys that matter and their content as text."""
-        return [_message(item, start + index) for index, item in enumerate(self.raw_messages[start:])]
 
 
 # Keys that may be present with a value that asks for what happens anyway.
@@ -123,7 +165,9 @@ _WHY = {
 
 def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
     """A chat body against the run's sampling parameters; raises `InvalidRequest` naming the key."""
-    raw = parse_object(body)
+    parts = _parts(body)
+    messages = parts.pop("messages", None)
+    raw = {key: _decoded(part) for key, part in parts.items()}
     max_new_tokens = allowed.max_new_tokens
     for key, value in raw.items():
         if key in PLAIN_KEYS or value is None:
@@ -139,12 +183,14 @@ def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
             why = _WHY.get(key, "calls use the run's sampling parameters; leave it out")
             raise _not_allowed(key, value, why)
     sampling = allowed if max_new_tokens == allowed.max_new_tokens else replace(allowed, max_new_tokens=max_new_tokens)
-    messages = _messages(raw.get("messages"))
-    hashes = heard.hashes(messages)
+    said = heard.read(b"null" if messages is None else bytes(messages))
+    if said.last_role == "assistant":
+        raise InvalidRequest(
+            "the last message is the assistant's; a call answers a user, system or tool message", param="messages"
+        )
     return ChatRequest(
-        raw_messages=messages,
-        hashes=hashes,
-        identity=request_identity(hashes[-1], sampling),
+        said=said,
+        identity=request_identity(said.hashes[-1], sampling),
         sampling=sampling,
         model=_text(raw, "model") or "turnmill",
         request_id=_text(raw, "request_id"),
@@ -179,10 +225,6 @@ def _text(raw: dict[str, Any], key: str) -> str | None:
 def _messages(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    if isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
-        raise InvalidRequest(
-            "the last message is the assistant's; a call answers a user, system or tool message", param="messages"
-        )
     return value
 
 

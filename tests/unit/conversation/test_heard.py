@@ -12,6 +12,11 @@ from turnmill.conversation.requests import MAX_HEARD, Heard, parse_chat
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling, encode
 
+
+def hashes_of(heard: Heard, messages: list[dict[str, Any]]) -> list[bytes]:
+    return heard.read(encode(messages)).hashes
+
+
 # What JSON can hold, and texts that look like pieces of it.
 VALUES: list[Any] = [
     0,
@@ -41,7 +46,7 @@ def in_full(messages: list[Any]) -> list[bytes] | str:
     hashes: list[bytes] = []
     try:
         for end in range(len(messages)):
-            hashes = Heard().hashes(messages[: end + 1])
+            hashes = hashes_of(Heard(), messages[: end + 1])
     except InvalidRequest as error:
         return str(error)
     plain = [{**message, "content": text(message.get("content"))} for message in messages]
@@ -99,7 +104,7 @@ def test_what_was_heard_changes_no_hash_and_no_refusal(seed: int) -> None:
             if not messages:
                 continue
             try:
-                found: list[bytes] | str = heard.hashes(messages)
+                found: list[bytes] | str = hashes_of(heard, messages)
             except InvalidRequest as error:
                 found = str(error)
             assert found == in_full(messages), messages
@@ -113,27 +118,27 @@ def test_values_that_are_equal_in_python_only_are_told_apart(other: Any) -> None
         return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "go on"}]
 
     heard = Heard()
-    first = heard.hashes(conversation(1)[:1])
-    second = heard.hashes(conversation(other))
+    first = hashes_of(heard, conversation(1)[:1])
+    second = hashes_of(heard, conversation(other))
     assert first[0] != second[0]
-    assert heard.hashes(conversation(1))[:1] == first
+    assert hashes_of(heard, conversation(1))[:1] == first
 
 
 def test_a_message_that_begins_like_another_is_another() -> None:
     heard = Heard()
     for content in ("a", "ab", "a,", 'a"', 'a"},{"role":"user","content":"b'):
         messages = [{"role": "user", "content": content}]
-        assert heard.hashes(messages) == Heard().hashes(messages)
+        assert hashes_of(heard, messages) == hashes_of(Heard(), messages)
 
 
 def test_a_refused_request_is_not_heard() -> None:
     heard, good, bad = Heard(), {"role": "user", "content": "a"}, {"role": "user", "content": 5}
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content"):
-            heard.hashes([good, bad])
-    assert heard.hashes([good]) == Heard().hashes([good])
+            hashes_of(heard, [good, bad])
+    assert hashes_of(heard, [good]) == hashes_of(Heard(), [good])
     with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content"):
-        heard.hashes([good, bad, good])
+        hashes_of(heard, [good, bad, good])
 
 
 def test_more_branches_than_are_remembered_cost_time_and_nothing_else() -> None:
@@ -142,7 +147,7 @@ def test_more_branches_than_are_remembered_cost_time_and_nothing_else() -> None:
     for _ in range(4):
         for branch in branches:
             branch.append({"role": "user", "content": f"turn {len(branch)}"})
-            assert heard.hashes(branch) == Heard().hashes(branch)
+            assert hashes_of(heard, branch) == hashes_of(Heard(), branch)
 
 
 # ---------------------------------------------------------------- nesting
@@ -170,10 +175,38 @@ def test_arguments_as_text_may_be_nested_as_they_like(depth: int) -> None:
     request = parse_chat(body_with(encode(nested(depth)).decode()), Sampling(), Heard())
     again = parse_chat(body_with(encode(f" {nested(depth)}\n").decode()), Sampling(), Heard())
     other = parse_chat(body_with(encode(nested(depth - 1) or "0").decode()), Sampling(), Heard())
-    assert request.hashes == again.hashes != other.hashes
+    assert request.said.hashes == again.said.hashes != other.said.hashes
 
 
 @pytest.mark.parametrize("wrap", [lambda text: text, lambda text: f'"{text}"'], ids=["json", "text"])
 def test_a_body_that_no_reader_can_hold_is_a_bad_request(wrap: Callable[[str], str]) -> None:
     with pytest.raises(InvalidRequest):
         parse_chat(body_with(wrap(nested(3000)) + "]"), Sampling(), Heard())
+
+
+@pytest.mark.parametrize("separator", [b",", b" , ", b",\n    "])
+def test_a_request_is_read_from_where_an_earlier_one_ended(separator: bytes) -> None:
+    said = [
+        encode({"role": role, "content": f"{role} [{i}], {{}}"}) for i, role in enumerate(["user", "assistant"] * 5)
+    ]
+    heard = Heard()
+    starts = []
+    for end in (1, 3, 5, 5, 9):
+        raw = b"[ " + separator.join(said[:end]) + b" ]"
+        request = heard.read(raw)
+        starts.append(request.start)
+        assert request.hashes == Heard().read(raw).hashes
+        assert request.since(0) == Heard().read(raw).since(0) and len(request.since(end - 1)) == 1
+    assert starts == [0, 1, 3, 5, 5]
+
+
+def test_a_beginning_that_only_looks_alike_is_none() -> None:
+    heard = Heard()
+    first = b'[{"role":"user","content":"a"}'
+    heard.read(first + b"]")
+    for rest in (b',{"role":"user","content":"b"}]', b'\t,{"role":"user","content":"b"}]'):
+        assert heard.read(first + rest).hashes == Heard().read(first + rest).hashes
+    other = b'[{"role":"user","content":"a"},{"role":"user","content":"c"}]'
+    assert heard.read(other).hashes == Heard().read(other).hashes
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]"):
+        heard.read(first + b",5]")
