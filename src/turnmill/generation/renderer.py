@@ -20,6 +20,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from turnmill.errors import GenerationFailed, InvalidInput
+from turnmill.records import encode
 
 # Texts that no template treats specially and no message contains.
 _QUESTION = "turnmill-stand-in-question"
@@ -42,7 +43,7 @@ class Renderer:
             raise InvalidInput(f"the tokenizer in {folder} can't be loaded: {error}") from error
         if not self._tokenizer.chat_template:
             raise InvalidInput(f"the tokenizer in {folder} has no chat template")
-        self._remembered: dict[tuple[str, str], list[int]] = {}
+        self._remembered: dict[tuple[str, bytes], list[int]] = {}
         specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         # One that is a single character can't be cut.
         self._specials = {text for text in specials | set(self._tokenizer.all_special_tokens) if len(text) > 1}
@@ -77,7 +78,7 @@ class Renderer:
         return text
 
     def _ids(self, kind: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        key = (kind, json.dumps([messages, tools], separators=(",", ":")))
+        key = (kind, encode([messages, tools]))
         ids = self._remembered.get(key)
         if ids is None:
             if kind == "opening":
