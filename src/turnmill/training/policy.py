@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from turnmill.errors import InvalidInput
-from turnmill.training.linear import use_fast_linear
+from turnmill.generation.transformers_engine.linear import use_switching_linear
 from turnmill.weights import WEIGHTS_FILE, fingerprint
 
 # What a checkpoint takes over from the base model beside its weights, as glob patterns.
@@ -89,7 +89,7 @@ class Policy:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
-        use_fast_linear(model)
+        use_switching_linear(model)
         self.has_plain_head = self._head_is_plain()
         self._narrow: _Narrow | None = None
         if self.has_plain_head:

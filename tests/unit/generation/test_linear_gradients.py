@@ -1,13 +1,10 @@
 """Products by oneDNN give what torch gives, gradients too, and leave the model what it was."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from turnmill.training.linear import FastLinear, use_fast_linear
+from turnmill.generation.transformers_engine.linear import SwitchingLinear
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -15,7 +12,7 @@ from turnmill.training.linear import FastLinear, use_fast_linear
 def test_values_and_gradients_are_those_of_a_plain_layer(bias: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(64, 96, bias=bias)
-    fast = FastLinear(plain)
+    fast = SwitchingLinear(plain)
     assert fast.weight is plain.weight and fast.bias is plain.bias
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
     found = []
@@ -30,17 +27,9 @@ def test_values_and_gradients_are_those_of_a_plain_layer(bias: bool, shape: tupl
 
 
 def test_a_large_product_has_a_gradient_only_where_one_is_wanted() -> None:
-    fast = FastLinear(nn.Linear(64, 96).requires_grad_(False))
+    fast = SwitchingLinear(nn.Linear(64, 96).requires_grad_(False))
     values = torch.randn(400, 64).requires_grad_()
     fast(values).sum().backward()
     assert values.grad is not None and fast.weight.grad is None
     with torch.no_grad():
         assert not fast(values).requires_grad
-
-
-def test_a_model_keeps_its_names_and_its_tied_parameters(tiny_model: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    use_fast_linear(model)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    assert isinstance(model.lm_head, FastLinear) and model.lm_head.weight is model.model.embed_tokens.weight
