@@ -101,6 +101,20 @@ async def test_a_full_pipe_still_wakes(folder: Path) -> None:
     waiter.close()
 
 
+async def test_a_queue_that_is_closed_removes_the_pipes_of_dead_processes(tmp_path: Path) -> None:
+    """Nobody may ring there any more: a control process that was killed, say, when the run was nearly over."""
+    alive, closed = SqliteQueue(tmp_path / "q.db"), SqliteQueue(tmp_path / "q.db")
+    waiting = asyncio.create_task(alive.lease(max_messages=1, lease_s=30, wait_s=30))
+    await closed.send([Message(body=b"a", group="g", dedup_id="1")])
+    assert len(await waiting) == 1
+    kept = pipes(tmp_path / "q.wake")
+    os.mkfifo(tmp_path / "q.wake" / "dead")
+    closed.close()
+    assert pipes(tmp_path / "q.wake") == kept
+    alive.close()
+    assert pipes(tmp_path / "q.wake") == []
+
+
 async def test_closing_wakes_whoever_waits(folder: Path) -> None:
     waiter = Waiter(folder)
     waiting = [asyncio.create_task(waiter.wait(seen=0, timeout_s=FOREVER_S)) for _ in range(3)]

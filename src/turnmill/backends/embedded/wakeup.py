@@ -39,7 +39,17 @@ class Bell:
                 (self._folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the pipes; idempotent. A later ring opens them again."""
+        """Close the pipes, and remove those of dead processes, which nobody may ring any more; idempotent.
+
+        A later ring opens them again.
+        """
+        self._forget_all()
+        try:
+            self._look()
+        finally:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
         for name in list(self._pipes):
             self._forget(name)
         self._seen_ns = -1
