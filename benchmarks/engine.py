@@ -21,9 +21,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from benchmarks.common import Claim, arguments, emit_ratio, emit_skip, interleave
+from benchmarks.llama import small_llama
 from turnmill import assets
 from turnmill.generation.engine import EngineCall
 from turnmill.generation.transformers_engine import TransformersEngine
@@ -60,20 +61,7 @@ SHAPES = (
 def make_model(folder: Path) -> Path:
     """A random Llama of about a million parameters."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(small_llama(128, pad_id=0)).save_pretrained(folder)
     return folder
 
 

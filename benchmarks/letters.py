@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.llama import small_llama
 from turnmill import assets
 from turnmill.environment.wordle import marks
 from turnmill.intake.dataset import read_tasks
@@ -57,21 +58,9 @@ def make_model(folder: Path) -> Path:
     """The warmed-up model; the same bytes each time on one kind of machine."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=(len(tokenizer) + 7) // 8 * 8,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    vocab_size = (len(tokenizer) + 7) // 8 * 8
+    shape = small_llama(vocab_size, end_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)
+    model = LlamaForCausalLM(shape)
     _warm_up(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from benchmarks.llama import small_llama
 from turnmill import assets
 from turnmill.config import Config, load_config
 from turnmill.training.grpo import group_advantages
@@ -64,20 +65,7 @@ def demo_case() -> Case:
 def llama_case(folder: Path) -> Case:
     """A random Llama of a million parameters, 64 rows of 6 turns with 6 tokens sampled and about 24 observed."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=112,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(small_llama(112, pad_id=0)).save_pretrained(folder)
     groups = _groups(folder, [6] * 64, vocabulary=112, opening=24, sampled=6, observed=24, jitter=4)
     ours = Config(lr=LR, min_lr=LR, ent_coeff=0.0)
     return Case(name="random Llama (1.06 M), 6 turns x (6 + 24)", folder=folder, config=ours, groups=groups)

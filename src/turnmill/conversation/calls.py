@@ -71,7 +71,7 @@ class CallCounts:
     num_timeouts: int = 0
     # Messages about calls that nobody here waits for (late, repeated, or another proxy's).
     num_unexpected: int = 0
-    # Messages that are no GenerateResponse; acked and logged.
+    # Messages that are no GenerateResponse; dropped and logged.
     num_unreadable: int = 0
 
 

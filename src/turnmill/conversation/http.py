@@ -28,7 +28,7 @@ _IDLE_S = 60.0
 _PRINTABLE = frozenset(map(chr, range(0x21, 0x7F)))
 
 
-class HttpError(ConnectionError):
+class TransportError(ConnectionError):
     """No usable answer: the connection ended before it was complete, or what came is no HTTP."""
 
 
@@ -79,7 +79,7 @@ class HttpClient:
         await asyncio.gather(*[connection.end() for connection in self._open])
 
     async def post(self, url: Url, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`HttpError` among them) without one.
+        """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`TransportError` among them) without one.
 
         Raises `InvalidInput` for a header that is no printable ASCII.
         """
@@ -92,7 +92,7 @@ class HttpClient:
                 connection = await self._connect(url)
         try:
             if self._is_closed:
-                raise HttpError("the client is closed")
+                raise TransportError("the client is closed")
             answer: tuple[int, bytes] = await connection.exchange(head + body, max(0.0, give_up - time.monotonic()))
         except BaseException:
             # Its answer may still come: nobody else must take it for theirs.
@@ -121,6 +121,8 @@ class HttpClient:
         _, connection = await loop.create_connection(
             lambda: _Connection(loop, self._open), url.host, url.port, ssl=self._tls if url.is_secure else None
         )
+        # Not before: one whose making was cancelled is closed by the loop, and uvloop never tells of its end.
+        connection.register()
         return connection
 
 
@@ -145,6 +147,11 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = True
         self.used_at = 0.0
 
+    def register(self) -> None:
+        """Be closed with the client, unless it ended already."""
+        if not self._closed.done():
+            self._registry.add(self)
+
     @property
     def is_reusable(self) -> bool:
         """Nothing but the next request can be on its way: not even the rest of one that was answered early."""
@@ -155,7 +162,7 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._transport is None or self._transport.is_closing():
-            raise HttpError("the connection is closed")
+            raise TransportError("the connection is closed")
         answer: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
         self._answer = answer
         self._transport.write(request)
@@ -185,7 +192,6 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports only look like one.
         self._transport = cast(asyncio.Transport, transport)
-        self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
@@ -196,13 +202,13 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._fail(HttpError(f"the answer is no HTTP: {error}"))
+            self._fail(TransportError(f"the answer is no HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
         if not self._closed.done():
             self._closed.set_result(None)
-        self._fail(HttpError(f"the connection ended before the answer was complete ({exc or 'closed'})"))
+        self._fail(TransportError(f"the connection ended before the answer was complete ({exc or 'closed'})"))
 
     # ------------------------------------------------------------ httptools
 

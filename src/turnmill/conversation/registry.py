@@ -88,9 +88,12 @@ class Registry:
 
     def heard(self, secret: str) -> Heard:
         """What was heard of the attempt that a chat secret opens; nothing, where it is not in memory."""
-        entry = self._by_secret.get(hash_secret(secret))
-        attempt = self._by_sample.get(entry[0]) if entry is not None and entry[1] is SecretKind.CHAT else None
+        attempt = self._in_memory(hash_secret(secret))
         return Heard() if attempt is None else attempt.heard
+
+    def _in_memory(self, chat_hash: str) -> Attempt | None:
+        entry = self._by_secret.get(chat_hash)
+        return self._by_sample.get(entry[0]) if entry is not None and entry[1] is SecretKind.CHAT else None
 
     def get(self, sample_key: str) -> Attempt | None:
         return self._by_sample.get(sample_key)
@@ -137,8 +140,7 @@ class Registry:
         Raises `Unauthorized` for an unknown secret and `LeaseLost` for that of an attempt that is over.
         """
         secret_hash = hash_secret(secret)
-        entry = self._by_secret.get(secret_hash)
-        attempt = self._by_sample.get(entry[0]) if entry is not None and entry[1] is SecretKind.CHAT else None
+        attempt = self._in_memory(secret_hash)
         if attempt is None:
             key = await self.sample_key(secret_hash, SecretKind.CHAT)
             sample, _ = await self.read_sample(key)

@@ -42,7 +42,6 @@ from turnmill.records import (
 logger = logging.getLogger(__name__)
 BATCH_SIZE = 256
 PAGE_SIZE = 1000
-LEASE_S = 30.0
 WAIT_S = 20.0
 RESCAN_S = 2.0
 # Seconds past all attempts of a sample before it is given up here: the proxy's word comes first.

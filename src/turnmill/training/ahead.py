@@ -10,12 +10,11 @@ not change from the first `offer` to the end of `wait`: they change in steps onl
 """
 
 import asyncio
-import os
 from collections.abc import Sequence
 
 from turnmill.config import Config
 from turnmill.training.samples import TrainingSample
-from turnmill.training.trainer import Trainer
+from turnmill.training.trainer import Trainer, threads_alone
 
 Group = Sequence[TrainingSample]
 # A part is closed once it holds this many positions: so that much for all threads is left when the batch closes, and
@@ -29,7 +28,7 @@ class Ahead:
     def __init__(self, trainer: Trainer, config: Config) -> None:
         self._trainer = trainer
         self._threads = config.torch_threads
-        self._threads_alone = config.trainer_threads or len(os.sched_getaffinity(0))
+        self._threads_alone = threads_alone(config)
         self._waiting: list[Group] = []
         self._parts: list[int] = []
         self._task: asyncio.Task[None] | None = None

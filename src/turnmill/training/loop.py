@@ -33,7 +33,7 @@ from turnmill.training.resume import resume
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper, Taken
 from turnmill.training.tally import Tally, step_values
-from turnmill.training.trainer import StepResult, Trainer
+from turnmill.training.trainer import StepResult, Trainer, threads_alone
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
@@ -99,7 +99,7 @@ class _Training:
         self._folder = folder
         self._trainer = trainer
         self.ahead = Ahead(trainer, config)
-        self._stepper = Stepper(ports, run_id, trainer, status, folder)
+        self._stepper = Stepper(ports, run_id, trainer, status, folder, threads=threads_alone(config))
         self._checkpoints = Checkpoints(folder, run_id, keep=config.save_top_k)
         # Step and incarnation of the batches that have a metric.
         self._told: set[tuple[int, int]] = set()

@@ -63,13 +63,17 @@ class Taken:
 class Stepper:
     """The optimizer steps of one trainer process."""
 
-    def __init__(self, ports: RunPorts, run_id: str, trainer: Trainer, status: Status, folder: Path) -> None:
+    def __init__(
+        self, ports: RunPorts, run_id: str, trainer: Trainer, status: Status, folder: Path, *, threads: int
+    ) -> None:
+        """`threads` make the passes of a step that is made here as a whole: then nothing is being played yet."""
         self._ports = ports
         self._run_id = run_id
         self.trainer = trainer
         self._status = status
         # Holds weights until they are published: if this process is killed, they are left where the run's files are.
         self._folder = folder
+        self._threads = threads
         # Optimizer steps made, and the version that holds them.
         self.step = 0
         self.version = BASE_VERSION
@@ -201,7 +205,7 @@ class Stepper:
         try:
             await self._check_replicas(groups, is_vouched=is_vouched)
             if gradients is None:
-                result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts)
+                result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts, threads=self._threads)
             else:
                 await gradients()
                 result = await asyncio.to_thread(self.trainer.finish)
@@ -241,7 +245,7 @@ class Stepper:
         samples = [sample for sample, _ in await self._read(batch, SampleState.TRAINED)]
         groups = await self.load(batch, samples)
         await self._check_replicas(groups, is_vouched=False)
-        result = await asyncio.to_thread(self.trainer.step, groups, batch.parts)
+        result = await asyncio.to_thread(self.trainer.step, groups, batch.parts, threads=self._threads)
         digest = await asyncio.to_thread(self.trainer.fingerprint)
         if digest != batch.digest or batch.version is None:
             raise AuditFailed(

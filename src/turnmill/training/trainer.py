@@ -14,6 +14,7 @@ Axes: G groups, S samples of a group, B rows of a micro-batch, T positions, N tr
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,6 +57,14 @@ class StepResult:
     num_rows: int
     # Share of the forward passes' positions that was padding.
     padding: float
+
+
+def threads_alone(config: Config) -> int:
+    """Threads for the passes of a step while nothing is being played."""
+    if config.trainer_threads:
+        return config.trainer_threads
+    # The cores that this process may use; not every system tells.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from turnmill.backends.embedded import open_root_records, open_run
+from turnmill.backends.embedded import open_root_records, open_run, process_lives
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
 from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus, decode, training_key
@@ -44,13 +43,7 @@ def _lives(pid: int, since: int | None) -> bool:
     if Path("/proc/self/stat").exists():
         found = began(pid)
         return found is not None and since in (None, found)
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it exists and belongs to somebody else
-    return True
+    return process_lives(pid)
 
 
 async def list_runs(root: Path) -> list[Run]:

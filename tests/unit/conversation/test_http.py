@@ -22,7 +22,7 @@ from tests.unit.conversation.raw_server import (
     serving,
     silence,
 )
-from turnmill.conversation.http import HttpClient, HttpError, Url
+from turnmill.conversation.http import HttpClient, TransportError, Url
 from turnmill.errors import InvalidInput
 
 # ---------------------------------------------------------------- what is sent
@@ -122,6 +122,19 @@ def test_everybody_gets_the_answer_to_the_own_request(run: Callable[..., None]) 
             await asyncio.gather(*map(talk, range(16)))
 
     run(converse())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_connections_whose_making_was_cut_short_do_not_hold_up_the_end(run: Callable[..., None]) -> None:
+    async def hurry() -> None:
+        for round in range(40):
+            async with serving(always(OK)) as (server, client):
+                # Of each some time out before there is a connection, some while there is one, some get an answer.
+                tries = [post(client, server, timeout_s=0.00005 * (number + round)) for number in range(20)]
+                for found in await asyncio.gather(*tries, return_exceptions=True):
+                    assert found == (200, b"ok") or isinstance(found, TimeoutError)
+
+    run(asyncio.wait_for(hurry(), 30.0))
 
 
 async def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
@@ -254,7 +267,7 @@ async def test_a_connection_that_ends_before_the_answer_is_complete_gives_none(p
         return None
 
     async with serving(break_off) as (server, client):
-        with pytest.raises(HttpError, match="ended before the answer was complete"):
+        with pytest.raises(TransportError, match="ended before the answer was complete"):
             await post(client, server)
 
 
@@ -270,7 +283,7 @@ async def test_a_connection_that_ends_before_the_answer_is_complete_gives_none(p
 )
 async def test_what_is_no_http_gives_no_answer(answer: bytes) -> None:
     async with serving(always(answer)) as (server, client):
-        with pytest.raises(HttpError, match="no HTTP"):
+        with pytest.raises(TransportError, match="no HTTP"):
             await post(client, server)
         await server.until(lambda: server.ended == {0})
 
@@ -348,8 +361,8 @@ async def test_a_client_that_is_left_leaves_no_connection_open_and_serves_no_mor
             waiting.append(asyncio.create_task(client.post(url, b"{}", {}, timeout_s=FOREVER_S)))
             await asyncio.sleep(0)
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(outcome, HttpError), outcome
-        with pytest.raises(HttpError, match="the client is closed"):
+            assert isinstance(outcome, TransportError), outcome
+        with pytest.raises(TransportError, match="the client is closed"):
             await client.post(url, b"{}", {}, timeout_s=FOREVER_S)
     # A transport that was left open would say so here.
     gc.collect()

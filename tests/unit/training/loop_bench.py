@@ -36,6 +36,7 @@ from turnmill.records import (
 )
 from turnmill.training.loop import train
 from turnmill.training.policy import Policy
+from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import Trainer
 
 RUN_ID = "run-1"
@@ -187,3 +188,15 @@ class Bench:
     async def samples(self) -> list[SampleRecord]:
         found = await self.ports.records.scan(sample_prefix(RUN_ID, Purpose.TRAIN))
         return [decode(stored.value, SampleRecord) for stored in found]
+
+
+class CountingTrainer(Trainer):
+    """Remembers on how many threads gradients were made."""
+
+    def __init__(self, base_model: Path, config: Config) -> None:
+        super().__init__(base_model, config)
+        self.threads: list[int] = []
+
+    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+        self.threads.append(threads)
+        super().accumulate(groups, threads)

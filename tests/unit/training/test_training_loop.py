@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, ScriptedRollouts, first_of_four
+from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, CountingTrainer, ScriptedRollouts, first_of_four
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, Conflict, NoProgress, NotFound, RecordCorrupt
@@ -28,7 +28,6 @@ from turnmill.records import (
     training_key,
 )
 from turnmill.training.policy import Policy
-from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import Trainer
 
 
@@ -307,18 +306,6 @@ async def test_groups_that_are_certain_are_made_before_the_batch_is_closed(
         assert sum(batch.parts) == len(batch.groups) == 4 and len(batch.parts) > 1
     shares = [metric.values["early_share"] for metric in await bench.ports.metrics.read(RUN_ID)]
     assert all(0 < share < 1 for share in shares)
-
-
-class CountingTrainer(Trainer):
-    """Remembers on how many threads gradients were made."""
-
-    def __init__(self, base_model: Path, config: Config) -> None:
-        super().__init__(base_model, config)
-        self.threads: list[int] = []
-
-    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
-        self.threads.append(threads)
-        super().accumulate(groups, threads)
 
 
 async def test_the_rest_takes_all_cores_unless_others_are_still_being_played(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, ScriptedRollouts, first_of_four
+from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, CountingTrainer, ScriptedRollouts, first_of_four
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, Conflict, RecordCorrupt
 from turnmill.ports import Write
@@ -135,6 +135,21 @@ async def test_a_step_made_in_parts_is_made_again_to_the_same_bits_whatever_the_
     check_same(state(bench.trainer), expected)
     assert step_values(await bench.ports.metrics.read(RUN_ID)) == step_values(metrics)
     assert await bench.batches() == batches
+
+
+async def test_steps_that_are_made_again_take_all_cores(
+    bench: Bench, rollouts: ScriptedRollouts, tiny_model: Path
+) -> None:
+    """One from its applied batch, one from a batch that was only recorded: nothing is being played meanwhile."""
+    await bench.train(rollouts, max_steps=2, save_steps=10)
+    batches = await bench.batches()
+    remove_checkpoints(bench, after=0)
+    await rewrite(
+        bench, replace(batches[-1], state=BatchState.RECORDED, version=None, digest=None), SampleState.BATCHED
+    )
+    bench.trainer = trainer = CountingTrainer(tiny_model, bench.config)
+    await bench.train(rollouts, max_steps=2, save_steps=10, trainer_threads=3)
+    assert trainer.threads == [3] * sum(len(batch.parts) for batch in batches)
 
 
 async def test_training_goes_on_as_if_it_had_not_been_interrupted(

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.blobs import FolderBlobStore
+from turnmill.backends.embedded.files import process_lives
 from turnmill.backends.embedded.launcher import ProcessLauncher
 from turnmill.backends.embedded.locks import wait_until_gone
 from turnmill.backends.embedded.metrics import JsonlMetricSink
@@ -29,7 +30,7 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
 from turnmill.ports import RunPorts
 
-__all__ = ["ProcessLauncher", "open_root_records", "open_run", "wait_until_gone"]
+__all__ = ["ProcessLauncher", "open_root_records", "open_run", "process_lives", "wait_until_gone"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 

@@ -33,7 +33,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove what processes left aside in `folder` that died before it was whole."""
     for path in list(folder.glob(".*-*.tmp")):
         pid = path.name[1:].partition("-")[0]
-        if not pid.isdecimal() or _lives(int(pid)):
+        if not pid.isdecimal() or process_lives(int(pid)):
             continue
         if path.is_dir():
             shutil.rmtree(path)
@@ -41,7 +41,8 @@ def remove_abandoned(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
+def process_lives(pid: int) -> bool:
+    """A process of this pid is there, whoever's it is."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

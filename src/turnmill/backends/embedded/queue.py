@@ -103,9 +103,7 @@ class SqliteQueue:
         self._db.after_commit.append(self._ring)
         # Set by operations that made a message ready.
         self._news = False
-        self._forgot_at = 0.0
-        # When the times of an earlier clock were removed last.
-        self._settled_at = -math.inf
+        self._tidied_at = -math.inf
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
 
     # ------------------------------------------------------------ work
@@ -227,11 +225,8 @@ class SqliteQueue:
 
     def append(self, connection: sqlite3.Connection, *, messages: Iterable[Message]) -> None:
         """`send` as an operation on the queue's file, to be part of a larger one."""
-        now = self._settled_clock(connection)
+        now = self._tidy(connection)
         before = now - DEDUP_WINDOW_S
-        if not 0 <= now - self._forgot_at < _TIDY_EVERY_S:
-            self._forgot_at = now
-            connection.execute("DELETE FROM sent WHERE sent_at <= ?", (before,))
         for message in messages:
             dedup_id = message.dedup_id
             if dedup_id is None or connection.execute(_REMEMBER, (dedup_id, now, before)).rowcount:
@@ -239,7 +234,7 @@ class SqliteQueue:
                 self._news = True
 
     def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
-        now = self._settled_clock(connection)
+        now = self._tidy(connection)
         self._return_expired(connection, now)
         token = secrets.token_hex(8)
         leased: list[Leased] = []
@@ -263,7 +258,7 @@ class SqliteQueue:
         connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND visible_at <= ?", (now,))
 
     def _take(self, connection: sqlite3.Connection, *, max_messages: int) -> list[Leased]:
-        self._return_expired(connection, self._settled_clock(connection))
+        self._return_expired(connection, self._tidy(connection))
         taken: list[Leased] = []
         while len(taken) < max_messages:
             rows = sorted(connection.execute(_TAKE, (max_messages - len(taken),)).fetchall())
@@ -277,11 +272,15 @@ class SqliteQueue:
             ]
         return taken
 
-    def _settled_clock(self, connection: sqlite3.Connection) -> float:
-        """The time; what is dated later is of before the machine was started, and its consumers are gone."""
+    def _tidy(self, connection: sqlite3.Connection) -> float:
+        """The time, of which nothing in the file is far off any more.
+
+        What is dated later is of before the machine was started, and its consumers are gone.
+        """
         now = self._clock()
-        if not 0 <= now - self._settled_at < _TIDY_EVERY_S:
-            self._settled_at = now
+        if not 0 <= now - self._tidied_at < _TIDY_EVERY_S:
+            self._tidied_at = now
+            connection.execute("DELETE FROM sent WHERE sent_at <= ?", (now - DEDUP_WINDOW_S,))
             connection.execute("UPDATE messages SET state = 1 WHERE state = 2 AND hidden_at > ?", (now,))
             # Remembered for another window: longer than needed is safe.
             connection.execute("UPDATE sent SET sent_at = ?1 WHERE sent_at > ?1", (now,))
