@@ -13,17 +13,19 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from turnmill.conversation.attempts import Answer
+from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
 from turnmill.conversation.requests import parse_object, parse_report
+from turnmill.conversation.server import Connection
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import (
     BackendUnavailable,
@@ -42,9 +44,6 @@ from turnmill.errors import (
 from turnmill.records import encode
 
 logger = logging.getLogger(__name__)
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_WAIT_S = 30.0
@@ -268,12 +267,23 @@ def _completion(answer: Answer, model: str) -> bytes:
 # ---------------------------------------------------------------- server
 
 
-class _QuietProtocol(HttpToolsProtocol):
-    """HTTP without an access log, however logging is set up: its lines would hold the secrets in the paths."""
+class _Connection(Connection):
+    """Our connection as uvicorn makes it. It writes no access log: its lines would hold the secrets in the paths."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.access_log = False
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(
+            config.loaded_app,
+            connections=server_state.connections,
+            tasks=server_state.tasks,
+            idle_s=config.timeout_keep_alive,
+            loop=_loop or asyncio.get_running_loop(),
+        )
 
 
 class _Server(uvicorn.Server):
@@ -303,7 +313,7 @@ async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
     bound: int = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
-        http=_QuietProtocol,
+        http=_Connection,
         lifespan="off",
         ws="none",
         proxy_headers=False,
