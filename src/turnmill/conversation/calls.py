@@ -103,6 +103,10 @@ class Calls:
         self._responses = responses
         self._timeout_s = timeout_s
         self._waiting: dict[str, _Waiting] = {}
+        # When each waiter gives up, on the loop's clock. All wait equally long, so the earliest is the first, and one
+        # timer does for all.
+        self._give_up_at: dict[asyncio.Future[Call], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._outbox: list[_Outgoing] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -113,7 +117,8 @@ class Calls:
         Raises `GenerationFailed` (the replica's error), `CallTimeout`, `ShuttingDown`, `RecordCorrupt`.
         """
         key = call_key(request.run_id, request.purpose, request.sample_id, request.step_id)
-        message = Message(body=encode(request), group=request.step_id, dedup_id=f"{key}#{request.epoch}")
+        # Never swallowed: it is sent once, and a replica that gets it twice answers it with the record that stands.
+        message = Message(body=encode(request), group=request.step_id, dedup_id=None)
         waiting, answer = self._expect(key)
         self.counts.num_sent += 1
         self._outbox.append(_Outgoing(message=message, sample_id=request.sample_id, waiting=waiting))
@@ -157,11 +162,14 @@ class Calls:
         return waiting, answer
 
     async def _wait(self, key: str, waiting: _Waiting, answer: asyncio.Future[Call]) -> Call:
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, answer)
+        loop = answer.get_loop()
+        self._give_up_at[answer] = give_up_at = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(give_up_at, self._time_out, loop)
         try:
             return await answer
         finally:
-            timer.cancel()
+            del self._give_up_at[answer]
             self._forget(key, waiting, answer)
 
     def _forget(self, key: str, waiting: _Waiting, answer: asyncio.Future[Call]) -> None:
@@ -169,9 +177,16 @@ class Calls:
         if not waiting.waiters:
             del self._waiting[key]
 
-    def _time_out(self, answer: asyncio.Future[Call]) -> None:
-        self.counts.num_timeouts += not answer.done()
-        _fail(answer, CallTimeout(f"the call was not answered within {self._timeout_s:g} s"))
+    def _time_out(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Fail whoever has waited for too long, and come back when the next one will have."""
+        self._timer = None
+        now = loop.time()
+        for answer, give_up_at in self._give_up_at.items():
+            if give_up_at > now:
+                self._timer = loop.call_at(give_up_at, self._time_out, loop)
+                break
+            self.counts.num_timeouts += not answer.done()
+            _fail(answer, CallTimeout(f"the call was not answered within {self._timeout_s:g} s"))
 
     def stop(self) -> None:
         """Fail all waiters, now and from now on, with `ShuttingDown`."""
@@ -182,6 +197,8 @@ class Calls:
     async def close(self) -> None:
         """Stop, and wait for what is being sent."""
         self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
         await asyncio.gather(*self._sending)
 
     # ------------------------------------------------------------ tasks

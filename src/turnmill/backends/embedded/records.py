@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from turnmill.backends.embedded.sqlite import BUSY_S, Database
 from turnmill.errors import InvalidInput
 from turnmill.ports import Stored, Write
 
+T = TypeVar("T")
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT NOT NULL UNIQUE, value BLOB NOT NULL, version INTEGER NOT NULL);"
 _KIND = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _UPSERT = (
@@ -40,8 +42,8 @@ class SqliteRecordStore:
         for key in keys:
             by_kind[kind_of(key)].append(key)
         databases = [(self._database(kind), wanted) for kind, wanted in by_kind.items()]
-        for part in await asyncio.gather(
-            *(database.read(partial(_get, keys=wanted)) for database, wanted in databases if database.exists)
+        for part in await _all(
+            [database.read(partial(_get, keys=wanted)) for database, wanted in databases if database.exists]
         ):
             found |= part
         return [found.get(key) for key in keys]
@@ -52,11 +54,11 @@ class SqliteRecordStore:
         by_kind: defaultdict[str, list[int]] = defaultdict(list)
         for index, write in enumerate(writes):
             by_kind[kind_of(write.key)].append(index)
-        outcomes = await asyncio.gather(
-            *(
+        outcomes = await _all(
+            [
                 self._database(kind).write(partial(_write, writes=[writes[index] for index in indices]))
                 for kind, indices in by_kind.items()
-            )
+            ]
         )
         for indices, outcome in zip(by_kind.values(), outcomes, strict=True):
             for index, done in zip(indices, outcome, strict=True):
@@ -81,6 +83,11 @@ class SqliteRecordStore:
         if kind not in self._databases:
             self._databases[kind] = Database(self._folder / f"{kind}.db", SCHEMA, busy_s=self._busy_s)
         return self._databases[kind]
+
+
+async def _all(futures: Sequence[asyncio.Future[T]]) -> Sequence[T]:
+    """The results of all; mostly there is one kind only, and gathering costs more than waiting."""
+    return (await futures[0],) if len(futures) == 1 else await asyncio.gather(*futures)
 
 
 def kind_of(key: str) -> str:

@@ -42,8 +42,12 @@ _TRIES_HERE, _PAUSE_HERE_S = 4, 0.0001
 # Seconds between two tries of the thread: jittered, doubling from the first to the second figure.
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.0002, 0.01
 # WAL: readers and the writer do not block each other. NORMAL: a commit survives the death of the process, not of the
-# machine, and needs no fsync. The page cache is small because a process has a dozen of these files open.
-_PRAGMAS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA cache_size=-500; PRAGMA wal_autocheckpoint=0;"
+# machine, and needs no fsync. The page cache is small because a process has a dozen of these files open. Some systems
+# build SQLite to overwrite what is deleted with zeros; a queue deletes all that it holds, and no secret is in it.
+_PRAGMAS = """
+PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA secure_delete=OFF; PRAGMA cache_size=-500;
+PRAGMA wal_autocheckpoint=0;
+"""
 # SQLite's own checkpoint does not hold the write lock, so under steady writing from two processes it never catches up
 # and the -wal file grows without end; this thread's does, at this size.
 _CHECKPOINT_BYTES = 16 * 2**20
