@@ -69,11 +69,14 @@ class Entry:
 class Attempt:
     """One attempt: its branches, what it may replay, and the calls it consumed."""
 
-    # As leased.
+    # As this process wrote it last.
     sample: SampleRecord
     # The next c; below `call_bound`, which is reserved in the sample's record.
     next_call: int
     call_bound: int
+    # Of the sample's record as it was written here; None: written by another process. A report is written against it,
+    # without a look at the record, where nobody changed it since.
+    version: int | None = None
     # False: dropped, reported or leased again; its secrets open nothing any more.
     is_current: bool = True
     # Built again from the records, after another process (or this one before a restart) had leased it out.

