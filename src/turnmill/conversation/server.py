@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
             await self._can_write.wait()
 
     def resume_reading(self) -> None:
-        """Unless requests wait for their turn."""
+        """Unless requests wait for their turn; that their client has gone is noticed behind them then."""
         if self._is_paused and not self._queue and not self._transport.is_closing():
             self._is_paused = False
             self._transport.resume_reading()

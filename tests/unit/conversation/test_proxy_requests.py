@@ -25,6 +25,31 @@ async def test_the_same_report_twice_is_recorded_once(world: "World") -> None:
     assert (await world.report(rollout, 0.5)).status == 200
 
 
+async def test_a_report_does_not_undo_what_was_written_since_the_lease(world: "World") -> None:
+    rollout = await world.begin()
+    await world.alter(call_bound=500)
+    assert (await world.report(rollout, 0.5)).status == 200
+    assert ((await world.sample()).state, (await world.sample()).call_bound) == (SampleState.REPORTED, 500)
+
+
+async def test_a_report_about_a_sample_that_was_dropped_is_409(world: "World") -> None:
+    rollout = await world.begin()
+    await world.alter(state=SampleState.DROPPED, drop_reason=DropReason.CANCELLED)
+    assert (await world.report(rollout, 0.5)).status == 409
+    assert (await world.sample()).state is SampleState.DROPPED
+    assert await world.news() == []
+
+
+async def test_an_attempt_of_many_calls_is_reported_with_all_of_them(world: "World") -> None:
+    rollout = await world.begin()
+    for number in range(70):
+        await world.chat(rollout, f"Guess {number}.")
+    assert (await world.report(rollout, 0.5)).status == 200
+    sample = await world.sample()
+    assert len(sample.calls) == 70
+    assert sample.call_bound == 128
+
+
 async def test_a_null_reward_is_recorded_with_its_reason(world: "World") -> None:
     rollout = await world.begin()
     assert (await world.report(rollout, None, reason="env_error", detail="it broke")).status == 200

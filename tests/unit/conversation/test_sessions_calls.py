@@ -202,6 +202,23 @@ async def test_of_two_answers_the_first_stands(world: "World") -> None:
     assert [call.reply["content"] for call in calls] == ["first"]
 
 
+async def test_each_call_has_its_own_time(world_of: "WorldOf") -> None:
+    async with world_of(call_timeout_s=0.6) as world:
+        rollout = await world.begin()
+        world.replica.may_answer.clear()
+        early = [asyncio.create_task(world.chat(rollout, f"Early {number}.")) for number in range(2)]
+        await asyncio.sleep(0.3)
+        late = [asyncio.create_task(world.chat(rollout, f"Late {number}.")) for number in range(2)]
+        assert [(await task).code for task in early] == ["call_timeout", "call_timeout"]
+        assert not any(task.done() for task in late)
+        world.replica.may_answer.set()
+        assert [(await task).status for task in late] == [200, 200]
+        assert world.sessions.calls.counts.num_timeouts == 2
+        world.replica.may_answer.clear()
+        assert (await world.chat(rollout, "Again.")).code == "call_timeout"
+        world.replica.may_answer.set()
+
+
 async def test_a_call_that_times_out_is_504_and_the_attempt_goes_on(world_of: "WorldOf") -> None:
     async with world_of(call_timeout_s=0.2) as world:
         rollout = await world.begin()
