@@ -71,6 +71,8 @@ class Attempt:
 
     # As this process wrote it last.
     sample: SampleRecord
+    # In which all its secrets begin.
+    name: str
     # The next c; below `call_bound`, which is reserved in the sample's record.
     next_call: int
     call_bound: int

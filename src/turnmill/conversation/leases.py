@@ -17,7 +17,16 @@ import msgspec
 from turnmill.config import Config
 from turnmill.conversation.attempts import Attempt
 from turnmill.conversation.history import checked_sample, dead_sample, ended_message, failed_by_infra
-from turnmill.conversation.registry import Registry, SecretKind, hash_in, hash_secret, new_secret, same_hash
+from turnmill.conversation.registry import (
+    Registry,
+    SecretKind,
+    hash_in,
+    hash_secret,
+    name_in,
+    new_name,
+    new_secret,
+    same_hash,
+)
 from turnmill.ports import Leased, RunPorts, Stored, Write
 from turnmill.records import RolloutRequest, SampleRecord, SampleState, decode, encode, sample_key
 
@@ -107,7 +116,9 @@ class Leases:
         """Write the samples; those that were changed since they were read (e.g. dropped) are looked at again later."""
         # Pointers first: an attempt whose secrets nobody finds must not exist.
         pointers = [
-            write for change in changes if change.lease for write in self._registry.pointer_writes(change.sample)
+            self._registry.pointer_write(name_in(change.lease.chat_secret), change.sample)
+            for change in changes
+            if change.lease is not None
         ]
         writes = [
             Write(key=change.sample.key, value=encode(change.sample), expected=change.version) for change in changes
@@ -120,19 +131,18 @@ class Leases:
 
     async def renew(self, tokens: Sequence[str]) -> list[str]:
         """Extend the leases behind lease tokens; returns those that are lost."""
-        hashes = [hash_secret(token) for token in tokens]
-        keys = await self._registry.sample_keys(hashes, SecretKind.LEASE)
+        keys = await self._registry.sample_keys(tokens, SecretKind.LEASE)
         wanted = [key for key in dict.fromkeys(keys) if key is not None]
         samples: dict[str, SampleRecord] = {}
         for name, stored in zip(wanted, await self._records.get(wanted) if wanted else (), strict=True):
             if stored is not None:
                 samples[name] = checked_sample(stored)
         good: dict[str, str] = {}
-        for token, token_hash, key in zip(tokens, hashes, keys, strict=True):
+        for token, key in zip(tokens, keys, strict=True):
             sample = samples.get(key or "")
             if sample is None:
                 continue
-            if sample.state is SampleState.LEASED and same_hash(sample.lease_token_hash, token_hash):
+            if sample.state is SampleState.LEASED and same_hash(sample.lease_token_hash, hash_secret(token)):
                 good[token] = sample.receipt or ""
             else:
                 self._forget_stale(sample)
@@ -193,12 +203,13 @@ class Leases:
             # From here on it takes no c any more, so that the count can go on without a gap.
             before.is_current = False
             first_call = before.next_call
+        name = new_name()
         lease = Lease(
             request=sample.request,
             attempt=sample.attempt + 1,
-            chat_secret=new_secret(),
-            report_secret=new_secret(),
-            lease_token=new_secret(),
+            chat_secret=new_secret(name),
+            report_secret=new_secret(name),
+            lease_token=new_secret(name),
             deadline=time.time() + self._config.training_timeout,
             lease_s=self._config.worker_lease_s,
         )
@@ -218,7 +229,11 @@ class Leases:
     def _start(self, change: _Change, lease: Lease) -> Lease:
         sample = change.sample
         attempt = Attempt(
-            sample=sample, next_call=sample.first_call, call_bound=sample.call_bound, version=change.version + 1
+            sample=sample,
+            name=name_in(lease.chat_secret),
+            next_call=sample.first_call,
+            call_bound=sample.call_bound,
+            version=change.version + 1,
         )
         # The first attempt has nothing to read.
         attempt.is_loaded = sample.attempt == 1

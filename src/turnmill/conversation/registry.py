@@ -1,11 +1,14 @@
 """Which attempt does a secret belong to? Attempts in memory, and how to find them again in the records.
 
-secret -> SHA-256 -> attempt in memory | pointer record -> sample record -> attempt built from its calls
+secret -> name of its attempt -> attempt in memory | pointer record -> sample record -> attempt built from its calls
+      '-> SHA-256: must be the one that is known for the attempt
 """
 
 import hashlib
 import hmac
+import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,16 +29,32 @@ class SecretKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecretPointer:
-    """Stored under the hash of a secret; whether it is still good is said by the sample record alone."""
+class AttemptPointer:
+    """Stored under the name of an attempt; whether it is still the current one is said by the sample record alone."""
 
     sample_key: str
-    kind: SecretKind
+    # Of the attempt's secrets.
+    hashes: dict[SecretKind, str]
 
 
-def new_secret() -> str:
-    """256 random bits, good in a path and in a header."""
-    return secrets.token_urlsafe(32)
+# Characters in which all secrets of an attempt begin. They tell it from others and are no secret.
+_NAME_LENGTH = 16
+_NAME = re.compile(r"[A-Za-z0-9_-]{16}")
+
+
+def new_name() -> str:
+    """A name for an attempt: 96 random bits."""
+    return secrets.token_urlsafe(12)
+
+
+def new_secret(name: str) -> str:
+    """The name and 256 random bits, good in a path and in a header."""
+    return name + secrets.token_urlsafe(32)
+
+
+def name_in(secret: str) -> str:
+    """The name of the attempt that a secret claims to belong to; it may be of any form."""
+    return secret[:_NAME_LENGTH]
 
 
 def hash_secret(secret: str) -> str:
@@ -62,38 +81,35 @@ class Registry:
         self._records = records
         self._run_id = run_id
         self._by_sample: dict[str, Attempt] = {}
-        self._by_secret: dict[str, tuple[str, SecretKind]] = {}
+        self._by_name: dict[str, Attempt] = {}
 
     def __len__(self) -> int:
         return len(self._by_sample)
 
-    def pointer_writes(self, sample: SampleRecord) -> list[Write]:
-        """What makes the sample's secrets findable after a restart."""
-        return [
-            Write(
-                key=secret_key(self._run_id, hash_in(sample, kind) or ""),
-                value=encode(SecretPointer(sample_key=sample.key, kind=kind)),
-                expected=None,
-            )
-            for kind in SecretKind
-        ]
+    def pointer_write(self, name: str, sample: SampleRecord) -> Write:
+        """What makes the attempt findable by its secrets after a restart."""
+        pointer = AttemptPointer(
+            sample_key=sample.key, hashes={kind: hash_in(sample, kind) or "" for kind in SecretKind}
+        )
+        return Write(key=secret_key(self._run_id, name), value=encode(pointer), expected=None)
 
     def add(self, attempt: Attempt) -> None:
         """Serve an attempt in the place of an earlier one of its sample."""
-        sample = attempt.sample
-        self.retire(sample.key)
-        self._by_sample[sample.key] = attempt
-        for kind in SecretKind:
-            self._by_secret[hash_in(sample, kind) or ""] = (sample.key, kind)
+        self.retire(attempt.sample.key)
+        self._by_sample[attempt.sample.key] = attempt
+        self._by_name[attempt.name] = attempt
 
     def heard(self, secret: str) -> Heard:
         """What was heard of the attempt that a chat secret opens; nothing, where it is not in memory."""
-        attempt = self._in_memory(hash_secret(secret))
+        attempt = self._in_memory(secret)
         return Heard() if attempt is None else attempt.heard
 
-    def _in_memory(self, chat_hash: str) -> Attempt | None:
-        entry = self._by_secret.get(chat_hash)
-        return self._by_sample.get(entry[0]) if entry is not None and entry[1] is SecretKind.CHAT else None
+    def _in_memory(self, secret: str) -> Attempt | None:
+        """The attempt that a chat secret opens."""
+        attempt = self._by_name.get(name_in(secret))
+        if attempt is None or not same_hash(attempt.sample.chat_secret_hash, hash_secret(secret)):
+            return None
+        return attempt
 
     def get(self, sample_key: str) -> Attempt | None:
         return self._by_sample.get(sample_key)
@@ -103,26 +119,32 @@ class Registry:
         attempt = self._by_sample.pop(sample_key, None)
         if attempt is not None:
             attempt.is_current = False
-            for kind in SecretKind:
-                self._by_secret.pop(hash_in(attempt.sample, kind) or "", None)
+            del self._by_name[attempt.name]
 
-    async def sample_keys(self, hashes: list[str], kind: SecretKind) -> list[str | None]:
-        """The keys of the samples that secrets of this kind were ever given for; None for an unknown one."""
-        known = [self._by_secret.get(item) for item in hashes]
-        missing = [item for item, entry in zip(hashes, known, strict=True) if entry is None]
-        found: dict[str, tuple[str, SecretKind]] = {}
+    async def sample_keys(self, given: Sequence[str], kind: SecretKind) -> list[str | None]:
+        """The keys of the samples that these secrets of a kind were ever given for; None for an unknown one."""
+        names = [name_in(secret) for secret in given]
+        missing = [name for name in names if name not in self._by_name and _NAME.fullmatch(name)]
+        pointers: dict[str, AttemptPointer] = {}
         if missing:
-            stored = await self._records.get([secret_key(self._run_id, item) for item in missing])
-            for item, record in zip(missing, stored, strict=True):
+            stored = await self._records.get([secret_key(self._run_id, name) for name in missing])
+            for name, record in zip(missing, stored, strict=True):
                 if record is not None:
-                    pointer = decode(record.value, SecretPointer)
-                    found[item] = (pointer.sample_key, pointer.kind)
-        entries = [entry or found.get(item) for item, entry in zip(hashes, known, strict=True)]
-        return [entry[0] if entry is not None and entry[1] is kind else None for entry in entries]
+                    pointers[name] = decode(record.value, AttemptPointer)
+        keys: list[str | None] = []
+        for secret, name in zip(given, names, strict=True):
+            attempt, pointer = self._by_name.get(name), pointers.get(name)
+            key, known = None, None
+            if attempt is not None:
+                key, known = attempt.sample.key, hash_in(attempt.sample, kind)
+            elif pointer is not None:
+                key, known = pointer.sample_key, pointer.hashes.get(kind)
+            keys.append(key if same_hash(known, hash_secret(secret)) else None)
+        return keys
 
-    async def sample_key(self, secret_hash: str, kind: SecretKind) -> str:
+    async def sample_key(self, secret: str, kind: SecretKind) -> str:
         """Like `sample_keys` for one; raises `Unauthorized`."""
-        (key,) = await self.sample_keys([secret_hash], kind)
+        (key,) = await self.sample_keys([secret], kind)
         if key is None:
             raise Unauthorized(f"unknown {kind} secret")
         return key
@@ -139,26 +161,25 @@ class Registry:
 
         Raises `Unauthorized` for an unknown secret and `LeaseLost` for that of an attempt that is over.
         """
-        secret_hash = hash_secret(secret)
-        attempt = self._in_memory(secret_hash)
+        attempt = self._in_memory(secret)
         if attempt is None:
-            key = await self.sample_key(secret_hash, SecretKind.CHAT)
-            sample, _ = await self.read_sample(key)
+            sample, _ = await self.read_sample(await self.sample_key(secret, SecretKind.CHAT))
+            secret_hash = hash_secret(secret)
             if sample.state is not SampleState.LEASED or not same_hash(sample.chat_secret_hash, secret_hash):
                 raise LeaseLost(f"the attempt is over; sample {sample.sample_id} is {sample.state}")
-            attempt = await self.restore(sample)
-        if not same_hash(attempt.sample.chat_secret_hash, secret_hash):
-            raise LeaseLost(f"the attempt is over; sample {attempt.sample.sample_id} was leased again")
+            attempt = await self.restore(sample, name_in(secret))
+            if not same_hash(attempt.sample.chat_secret_hash, secret_hash):
+                raise LeaseLost(f"the attempt is over; sample {attempt.sample.sample_id} was leased again")
         if not attempt.is_loaded:
             await self._load(attempt)
         return attempt
 
-    async def restore(self, sample: SampleRecord) -> Attempt:
+    async def restore(self, sample: SampleRecord, name: str) -> Attempt:
         """The attempt of a LEASED sample that another proxy process, or this one before a restart, leased out."""
         attempt = self._by_sample.get(sample.key)
         if attempt is None:
             # The former process may have handed out every c that it had reserved: go on past them.
-            attempt = Attempt(sample=sample, next_call=sample.call_bound, call_bound=sample.call_bound)
+            attempt = Attempt(sample=sample, name=name, next_call=sample.call_bound, call_bound=sample.call_bound)
             attempt.is_restored = True
             self.add(attempt)
         if not attempt.is_loaded:

@@ -8,7 +8,8 @@
 | look | Call records | a second | the clock | answers whose message was lost |
 
 A sample record is only ever changed by compare-and-set. Secrets exist as SHA-256 hashes only: in the sample record
-(which attempt is current) and as a pointer from the hash to the sample, so that a restarted proxy finds it again.
+(which attempt is current) and in a pointer from the attempt's name, in which they begin, to the sample, so that a
+restarted proxy finds it again.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from turnmill.conversation.attempts import Answer, Attempt, Entry
 from turnmill.conversation.calls import Calls
 from turnmill.conversation.history import ended_message, write_samples
 from turnmill.conversation.leases import CALL_RANGE, Lease, Leases
-from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
+from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.requests import ChatRequest, Report, parse_chat
 from turnmill.errors import (
     BackendUnavailable,
@@ -254,7 +255,7 @@ class Sessions:
         `InvalidRequest`.
         """
         secret_hash = hash_secret(secret)
-        key = await self._registry.sample_key(secret_hash, SecretKind.REPORT)
+        key = await self._registry.sample_key(secret, SecretKind.REPORT)
         while True:
             sample, version = await self._latest(key)
             self._check_sample_id(sample, report.sample_id)
@@ -264,7 +265,7 @@ class Sessions:
             if sample.state is not SampleState.LEASED:
                 self._check_same(sample, report)
                 break
-            attempt = self._registry.get(key) or await self._registry.restore(sample)
+            attempt = self._registry.get(key) or await self._registry.restore(sample, name_in(secret))
             ended = self._reported(sample, report, tuple(attempt.consumed))
             (ok,) = await write_samples(self._ports.records, [(ended, version)])
             if ok:

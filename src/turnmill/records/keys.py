@@ -31,9 +31,9 @@ def call_key(run_id: str, purpose: Purpose, sample_id: str, call_id: str) -> str
     return f"{call_prefix(run_id, purpose, sample_id)}{segment(call_id)}"
 
 
-def secret_key(run_id: str, secret_hash: str) -> str:
-    """Points from the hash of a chat or report secret to the key of its sample."""
-    return f"secrets/{run_id}/{secret_hash}"
+def secret_key(run_id: str, name: str) -> str:
+    """Points from the name of an attempt, in which its secrets begin, to the key of its sample."""
+    return f"secrets/{run_id}/{name}"
 
 
 def batch_prefix(run_id: str) -> str:

@@ -144,6 +144,28 @@ async def test_a_secret_opens_nothing_but_its_own_door(world: "World") -> None:
         assert (await world.lease(token=secret)).status == 401
 
 
+async def test_the_name_of_an_attempt_opens_nothing(world: "World") -> None:
+    rollout = await world.begin()
+    chat_secret = rollout["base_url"].split("/")[-2]
+    assert chat_secret[:16] == rollout["report_secret"][:16] == rollout["lease_token"][:16]
+
+    async def is_refused(by: "World") -> None:
+        for guess in (chat_secret[:16], chat_secret[:16] + "x" * 43, chat_secret[:-1] + "-"):
+            assert (await by.chat({**rollout, "base_url": f"{by.url}/a/{guess}/v1"}, "Guess.")).status == 401
+        for guess in (chat_secret[:16], chat_secret[:16] + "x" * 43, "ü" * 16, "/" * 59):
+            assert (await by.report({**rollout, "report_secret": guess})).status == 401
+            body = {"worker": "worker-0", "lease_tokens": [guess, ""]}
+            answer = await by.post("/v1/rollouts/heartbeat", body, token="worker-token-0123456789")
+            assert answer.body == {"lost": [guess, ""]}
+
+    await is_refused(world)
+    async with world.restarted() as second:
+        # There it is found by its record only.
+        await is_refused(second)
+        assert (await world.chat(second.here(rollout), "Guess.")).status == 200
+    assert (await world.report(rollout)).status == 200
+
+
 async def test_secrets_are_in_no_log_and_in_no_file(world: "World", caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     rollout = await world.begin()
