@@ -1,7 +1,8 @@
 """What a replica says about one call: its record, and the message that follows from the record or from an error."""
 
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineResult
@@ -10,8 +11,7 @@ from turnmill.ports import Leased
 from turnmill.records import Call, FinishReason, GenerateRequest, GenerateResponse, Version, call_key, decode
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parent:
+class Parent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a replica needs of a recorded call to go on from it."""
 
     key: str
@@ -20,8 +20,7 @@ class Parent:
     has_ended: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A leased request that could be read."""
 
     request: GenerateRequest
@@ -33,8 +32,7 @@ class Received:
     is_repeated: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request on its way through the engine."""
 
     received: Received
@@ -46,8 +44,7 @@ class Job:
     version: Version
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sampled call in its stored form."""
 
     digest: str

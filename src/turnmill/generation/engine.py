@@ -8,15 +8,15 @@ Not thread-safe: one owner, which never calls two methods at once. `step` may ru
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from turnmill.records import FinishReason, Sampling, Version
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineCall:
+class EngineCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generation to run. Axes: a prompt is the stored path followed by `new_ids`."""
 
     # Unique among all calls of the engine's life.
@@ -36,8 +36,7 @@ class EngineCall:
     end_ids: frozenset[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineResult:
+class EngineResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How a call ended. Axes: T sampled tokens."""
 
     call_id: str

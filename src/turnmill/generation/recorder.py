@@ -9,7 +9,8 @@ and produces call records, responses and acks. It runs beside the engine's next 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from turnmill.generation.answers import Parent, Received, Sampled, news_of, response_of
 from turnmill.generation.stored import read_calls
@@ -20,8 +21,7 @@ from turnmill.records import GenerateResponse, encode
 _NUM_PARENTS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that needs nothing more from the engine: a call to record, or an answer that is ready."""
 
     received: Received
@@ -37,7 +37,12 @@ class Recorder:
         self._ports = ports
         self._requests = requests
         self._receipts = receipts
-        self._ended: asyncio.Queue[Ended] = asyncio.Queue()
+        # What the next round takes up.
+        self._ended: list[Ended] = []
+        self._has_ended = asyncio.Event()
+        # Nothing is being recorded, or waits for it.
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
         # Keys of calls that ended and are not recorded yet.
         self.unrecorded: set[str] = set()
         # Calls whose record is this replica's, by key, the longest known first.
@@ -45,7 +50,9 @@ class Recorder:
         self._kept: list[Parent] = []
 
     def put(self, item: Ended) -> None:
-        self._ended.put_nowait(item)
+        self._ended.append(item)
+        self._has_ended.set()
+        self._is_settled.clear()
 
     def take_kept(self) -> list[Parent]:
         """Calls whose record turned out to be this replica's since the last time: their caches may be continued."""
@@ -55,18 +62,18 @@ class Recorder:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            batch = [await self._ended.get()]
-            while not self._ended.empty():
-                batch.append(self._ended.get_nowait())
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            batch, self._ended = self._ended, []
             await self._record(batch)
-            for _ in batch:
-                self._ended.task_done()
+            if not self._ended:
+                self._is_settled.set()
 
     async def drain(self, running: "asyncio.Task[None]") -> None:
         """Wait until everything that ended is recorded; raises what `running`, the task of `run`, raised."""
-        joined = asyncio.create_task(self._ended.join(), name="recorder-drain")
-        await asyncio.wait([joined, running], return_when=asyncio.FIRST_COMPLETED)
-        joined.cancel()
+        settled = asyncio.create_task(self._is_settled.wait(), name="recorder-drain")
+        await asyncio.wait([settled, running], return_when=asyncio.FIRST_COMPLETED)
+        settled.cancel()
         if running.done():
             running.result()
 
