@@ -5,8 +5,8 @@
 A guess is any five letters a-z; no word list limits it. The reward is 1.0 for the word, else 0.0.
 """
 
+import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score, opening_messages
@@ -54,7 +54,7 @@ class Wordle(Environment):
         valid = [guess for guess in guesses if guess is not None]
         metrics = {
             "turns": len(turns),
-            "greens": max((marks(guess, answer).count("+") for guess in valid), default=0),
+            "greens": max((sum(map(operator.eq, guess, answer)) for guess in valid), default=0),
             "invalid_guesses": len(guesses) - len(valid),
         }
         return Score(reward=1.0 if answer in valid else 0.0, metrics=metrics)
@@ -86,16 +86,12 @@ def marks(guess: str, answer: str) -> str:
 
     Each letter of the answer is spent once: on right places first, then on the guess's letters from left to right.
     """
-    unspent = Counter(a for g, a in zip(guess, answer, strict=True) if g != a)
-    result = []
-    for letter, place in zip(guess, answer, strict=True):
-        if letter == place:
-            result.append("+")
-        elif unspent[letter] > 0:
-            unspent[letter] -= 1
-            result.append("?")
-        else:
-            result.append("-")
+    result = ["+" if letter == place else "-" for letter, place in zip(guess, answer, strict=True)]
+    unspent = [place for place, mark in zip(answer, result, strict=True) if mark == "-"]
+    for index, letter in enumerate(guess):
+        if result[index] == "-" and letter in unspent:
+            unspent.remove(letter)
+            result[index] = "?"
     return "".join(result)
 
 

@@ -83,7 +83,8 @@ class InProcessRunner:
 
 async def _end(task: asyncio.Task[Any]) -> None:
     """Cancel `task`, wait until its code has ended, and look at its error, so that none is reported as unseen."""
-    task.cancel()
-    await asyncio.wait({task})
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
