@@ -11,6 +11,7 @@ that was cut, and counts as incomplete.
 """
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from turnmill.errors import InvalidInput
 
 # A connection that was idle for longer may be closed by the other side at any moment, so it is not used again.
 _IDLE_S = 60.0
+# How much too early a loop's timer may ring, seconds: uvloop counts whole milliseconds.
+_TICK_S = 0.001
 # Text that may stand in a request line or a header.
 _PRINTABLE = frozenset(map(chr, range(0x21, 0x7F)))
 
@@ -66,7 +69,7 @@ class HttpClient:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int, bool], list[_Connection]] = {}
-        self._open: set[_Connection] = set()
+        self._connections = _Connections()
         self._tls: ssl.SSLContext | None = None
         self._is_closed = False
 
@@ -76,7 +79,7 @@ class HttpClient:
     async def __aexit__(self, *_: object) -> None:
         # Later requests, and those that are about to get a connection, fail; those under way end with theirs.
         self._is_closed = True
-        await asyncio.gather(*[connection.end() for connection in self._open])
+        await self._connections.end()
 
     async def post(self, url: Url, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`TransportError` among them) without one.
@@ -93,7 +96,7 @@ class HttpClient:
         try:
             if self._is_closed:
                 raise TransportError("the client is closed")
-            answer: tuple[int, bytes] = await connection.exchange(head + body, max(0.0, give_up - time.monotonic()))
+            answer: tuple[int, bytes] = await connection.exchange(head + body, give_up)
         except BaseException:
             # Its answer may still come: nobody else must take it for theirs.
             connection.abort()
@@ -119,7 +122,7 @@ class HttpClient:
             self._tls = ssl.create_default_context()
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: _Connection(loop, self._open), url.host, url.port, ssl=self._tls if url.is_secure else None
+            lambda: _Connection(loop, self._connections), url.host, url.port, ssl=self._tls if url.is_secure else None
         )
         # Not before: one whose making was cancelled is closed by the loop, and uvloop never tells of its end.
         connection.register()
@@ -133,11 +136,54 @@ def _header(name: str, value: str) -> str:
     return f"{name}: {value}\r\n"
 
 
+class _Connections:
+    """The open connections of a client, with one timer for all exchanges: set to the earliest deadline, and forward.
+
+    A timer for each exchange would be started and cancelled a thousand times for each time that it rings.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[_Connection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        # On the monotonic clock, like all deadlines here.
+        self._rings_at = math.inf
+
+    def add(self, connection: "_Connection") -> None:
+        self._open.add(connection)
+
+    def discard(self, connection: "_Connection") -> None:
+        self._open.discard(connection)
+
+    def watch(self, give_up: float) -> None:
+        """See to it that exchanges with this deadline are ended in time."""
+        if give_up < self._rings_at:
+            self._stop()
+            self._rings_at = give_up
+            delay_s = max(0.0, give_up - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    async def end(self) -> None:
+        self._stop()
+        await asyncio.gather(*[connection.end() for connection in self._open])
+
+    def _ring(self) -> None:
+        self._rings_at = math.inf
+        due = time.monotonic() + _TICK_S
+        for connection in self._open:
+            if connection.give_up <= due:
+                connection.time_out()
+        self.watch(min((connection.give_up for connection in self._open), default=math.inf))
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_at = math.inf
+
+
 class _Connection(asyncio.Protocol):
     """One connection and at most one exchange at a time; the callbacks from `on_message_begin` on are the parser's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, registry: "set[_Connection]") -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, registry: _Connections) -> None:
         self._registry = registry
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] = loop.create_future()
@@ -146,6 +192,8 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._keeps_alive = True
         self.used_at = 0.0
+        # When the exchange under way has taken too long; never, without one.
+        self.give_up = math.inf
 
     def register(self) -> None:
         """Be closed with the client, unless it ended already."""
@@ -160,17 +208,24 @@ class _Connection(asyncio.Protocol):
             return False
         return not transport.get_write_buffer_size()
 
-    async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes, give_up: float) -> tuple[int, bytes]:
+        """Raises `TimeoutError` at `give_up`, on the monotonic clock."""
         if self._transport is None or self._transport.is_closing():
             raise TransportError("the connection is closed")
-        answer: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._answer = answer
         self._transport.write(request)
-        timer = self._loop.call_later(timeout_s, self._fail, TimeoutError(f"no answer within {timeout_s:.3g} s"))
+        self.give_up = give_up
+        self._registry.watch(give_up)
         try:
             return await answer
         finally:
-            timer.cancel()
+            self.give_up = math.inf
+
+    def time_out(self) -> None:
+        """End the exchange under way: its answer did not come in time."""
+        self.give_up = math.inf
+        self._fail(TimeoutError("no answer in time"))
 
     def abort(self) -> None:
         """Close at once; idempotent."""
