@@ -319,6 +319,30 @@ async def test_a_time_out_ends_the_connection_and_its_late_answer_reaches_nobody
         await server.until(lambda: 0 in server.ended)
 
 
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_requests_under_way_together_time_out_in_the_order_of_their_deadlines(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def scenario() -> None:
+        ended: list[float] = []
+
+        async def ask(client: HttpClient, url: Url, timeout_s: float) -> None:
+            with pytest.raises(TimeoutError):
+                await client.post(url, b"{}", {}, timeout_s=timeout_s)
+            ended.append(timeout_s)
+
+        async with serving(silence) as (server, client):
+            forever = asyncio.create_task(ask(client, server.url, FOREVER_S))
+            # Later ones are due earlier, and a timer that rang is set again for the next.
+            await asyncio.gather(*(ask(client, server.url, timeout_s) for timeout_s in (0.15, 0.05, 0.1)))
+            assert ended == [0.05, 0.1, 0.15] and not forever.done()
+            forever.cancel()
+            await asyncio.wait({forever})
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
+
+
 async def test_a_server_that_accepts_and_never_reads_is_timed_out() -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends.append(writer)
