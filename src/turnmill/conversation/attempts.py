@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from turnmill.conversation.branches import (
     BranchTable,
     Node,
@@ -32,8 +34,7 @@ from turnmill.records import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A call's answer for the client."""
 
     call_id: str
@@ -46,8 +47,7 @@ class Answer:
     created_at: float
 
 
-@dataclass(kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, kw_only=True):
     """One chat request of the attempt and the call that answers it."""
 
     call_id: str

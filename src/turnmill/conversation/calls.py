@@ -49,8 +49,7 @@ class _Waiting:
             _fail(waiter, error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outgoing:
+class _Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     """A generate request on its way to a queue."""
 
     message: Message

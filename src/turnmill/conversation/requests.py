@@ -58,8 +58,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # ---------------------------------------------------------------- chat
 
 
-@dataclass(frozen=True, kw_only=True)
-class Said:
+class Said(msgspec.Struct, frozen=True, kw_only=True):
     """The messages of a request, checked; those that were checked before are not read again."""
 
     # JSON array as it came.
@@ -119,8 +118,7 @@ def _goes_on(raw: bytes, beginning: bytes) -> bool:
     return raw.startswith(beginning) and raw[len(beginning) : len(beginning) + 8].lstrip()[:1] in (b",", b"]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One chat completion that the run can serve."""
 
     said: Said

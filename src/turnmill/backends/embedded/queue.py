@@ -240,17 +240,19 @@ class SqliteQueue:
         leased: list[Leased] = []
         while len(leased) < max_messages:
             found = connection.execute(_LEASE, (now, now + lease_s, token, max_messages - len(leased))).fetchall()
+            buried: list[str] = []
             # RETURNING promises no order.
-            rows = sorted(found)
-            if not rows:
-                break
-            for row_id, group, body, num_receives in rows:
+            for row_id, group, body, num_receives in sorted(found):
                 if num_receives > self._max_receives:
                     self._bury(connection, row_id)
-                    self._promote(connection, [group])
+                    buried.append(group)
                 else:
                     receipt = f"{row_id}.{token}"
                     leased.append(Leased(body=body, group=group, receipt=receipt, num_receives=num_receives))
+            if not buried:
+                # Nothing else can have become ready.
+                break
+            self._promote(connection, buried)
         return leased
 
     @staticmethod
@@ -262,14 +264,13 @@ class SqliteQueue:
         taken: list[Leased] = []
         while len(taken) < max_messages:
             rows = sorted(connection.execute(_TAKE, (max_messages - len(taken),)).fetchall())
-            if not rows:
-                break
-            if self._has_waiting(connection):
-                self._promote(connection, [group for _, group, _, _ in rows])
             taken += [
                 Leased(body=body, group=group, receipt="", num_receives=num_receives + 1)
                 for _, group, body, num_receives in rows
             ]
+            if not rows or not self._has_waiting(connection):
+                break
+            self._promote(connection, [group for _, group, _, _ in rows])
         return taken
 
     def _tidy(self, connection: sqlite3.Connection) -> float:
