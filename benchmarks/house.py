@@ -32,6 +32,7 @@ from turnmill.environment.wordle import INVALID_GUESS, Wordle, answer_of, feedba
 from turnmill.errors import RoleFailed
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, load_run
+from turnmill.pipeline.stages import replica_name
 from turnmill.ports import RoleSpec, RunPorts
 from turnmill.records import (
     Purpose,
@@ -224,11 +225,13 @@ async def _control(root: Path, config: Config, data: Path | None) -> None:
             await record.stage(StageRecord(name="ValidateData", state="done", started_at=time.time(), result=result))
         async with _proxy(root, run, config, token) as (ports, worker_env):
             threads = {name: str(config.torch_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-            for role, name, env in (("replica", "replica-0", threads), ("worker", "worker-0", worker_env)):
-                await launcher.start(RoleSpec(role=role, name=name, run_id=run.run_id, env=env))
+            replicas = [replica_name(index) for index in range(config.generation_replicas)]
+            for name in replicas:
+                await launcher.start(RoleSpec(role="replica", name=name, run_id=run.run_id, env=threads))
+            await launcher.start(RoleSpec(role="worker", name="worker-0", run_id=run.run_id, env=worker_env))
 
             async def ready() -> bool:
-                keys = [replica_key(run.run_id, "replica-0"), worker_key(run.run_id, "worker-0")]
+                keys = [worker_key(run.run_id, "worker-0"), *(replica_key(run.run_id, name) for name in replicas)]
                 return None not in await ports.records.get(keys)
 
             async def trained() -> bool:
