@@ -72,7 +72,7 @@ class TokenAudit:
         largest, n = delta_n.max(dim=0)
         if not self.worst or float(largest) > self.max:
             self.max = float(largest)
-            row = rows[batch.rows[int(batch.rows_n[n])]]
+            row = rows[int(batch.rows_n[n])]
             position = int(batch.positions_n[n])
             span = row.span_at(position)
             self.worst = (

@@ -1,11 +1,11 @@
 """The model being trained: loading, logits where they are needed, and how its weights leave the process.
 
-Axes: B rows of a micro-batch, T positions, N selected positions, V vocabulary, D hidden size.
+Axes: B rows, T positions, M positions of a pass, N selected ones of them, V vocabulary, D hidden size.
 """
 
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from turnmill.errors import InvalidInput
 from turnmill.generation.transformers_engine.linear import use_switching_linear
+from turnmill.training.bundles import ATTENTION, Bundle, register
+from turnmill.training.microbatches import MicroBatch
 from turnmill.weights import WEIGHTS_FILE, fingerprint
 
 # What a checkpoint takes over from the base model beside its weights, as glob patterns.
@@ -51,8 +53,8 @@ class _Narrow:
     """
 
     def __init__(self, block: torch.nn.Module) -> None:
-        # For each thread: `index_n`, flat (row, position) of the selected positions, and the `shape` [B, T, D] of what
-        # the block was given. Without them it sees all positions.
+        # For each thread: `index_n`, the selected positions (rows one behind the other), and the `shape` [B, T, D] of
+        # what the block was given. Without them it sees all positions.
         self._pass = threading.local()
         # Whether the last pass over all positions took one tensor and gave one like it.
         self.fits = False
@@ -94,6 +96,8 @@ class Policy:
         self._narrow: _Narrow | None = None
         if self.has_plain_head:
             self._narrow = self._narrowed()
+        # Whether a pass may have several bundles, with prompts that are computed once.
+        self.is_sharing = self._shares()
 
     @classmethod
     def load(cls, folder: Path) -> "Policy":
@@ -150,22 +154,58 @@ class Policy:
         same = torch.allclose(narrowed_tv[positions_n], full_tv[positions_n], rtol=1e-5, atol=1e-5)
         return narrow if same else None
 
-    def logits(self, ids_bt: Tensor, rows_n: Tensor, positions_n: Tensor) -> Tensor:
-        """[N, V] logits at (row, position) of right-padded ids.
+    @torch.no_grad()
+    def _shares(self) -> bool:
+        """Switch to attention by bundles, if this model gives the same logits that way."""
+        original = self.model.config._attn_implementation
+        if original != "sdpa" or not getattr(self.model, "_supports_attention_backend", False):
+            return False
+        num = min(12, self.model.config.vocab_size)
+        paths = [torch.arange(num), torch.arange(num)[[0, 1, 2, *range(num - 1, 2, -1)]], torch.arange(num).flip(0)]
+        full = [self.model(input_ids=path[None], use_cache=False).logits[0] for path in paths]
+        bundles = (
+            Bundle(rows=(0, 1), num_shared=3, width=num - 3),
+            Bundle(rows=(2,), num_shared=0, width=num),
+        )
+        ids_m = torch.cat([paths[0], paths[1][3:], paths[2]])
+        register()
+        self.model.set_attn_implementation(ATTENTION)
+        found_mv = self._packed(ids_m, bundles, self.model).logits[0]
+        if torch.allclose(found_mv, torch.cat([full[0], full[1][3:], full[2]]), rtol=1e-5, atol=1e-5):
+            return True
+        self.model.set_attn_implementation(original)
+        return False
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[N, V] logits that predict the trained tokens of a pass.
 
         Causal attention keeps the padding, which is to the right, away from every real token, so no mask is needed.
         Where the head is plain, it runs on the selected positions only, and so does the feed-forward block of the last
-        layer: most tokens of a conversation are not trained. Each (row, position) comes once.
+        layer: most tokens of a conversation are not trained.
         """
+        run = self._packed if self.is_sharing else self._padded
         if not self.has_plain_head:
-            full_btv: Tensor = self.model(input_ids=ids_bt, use_cache=False).logits
-            return full_btv[rows_n, positions_n]
-        index_n = rows_n * ids_bt.shape[1] + positions_n
-        with self._narrow.to(index_n) if self._narrow is not None else nullcontext():
-            hidden_btd = self.model.base_model(input_ids=ids_bt, use_cache=False).last_hidden_state
-        selected_nd = hidden_btd.flatten(0, 1).index_select(0, index_n)
+            full_btv: Tensor = run(batch.ids_m, batch.bundles, self.model).logits
+            return full_btv.flatten(0, 1)[batch.index_n]
+        with self._narrow.to(batch.index_n) if self._narrow is not None else nullcontext():
+            hidden_btd = run(batch.ids_m, batch.bundles, self.model.base_model).last_hidden_state
+        selected_nd = hidden_btd.flatten(0, 1).index_select(0, batch.index_n)
         selected_nv: Tensor = self.model.get_output_embeddings()(selected_nd)
         return selected_nv
+
+    def _packed(self, ids_m: Tensor, bundles: Sequence[Bundle], model: Any) -> Any:
+        """The output of one row [1, M] that holds all bundles."""
+        return model(
+            input_ids=ids_m[None],
+            position_ids=torch.cat([bundle.places() for bundle in bundles])[None],
+            use_cache=False,
+            bundles=[(bundle, bundle.mask()) for bundle in bundles],
+        )
+
+    def _padded(self, ids_m: Tensor, bundles: Sequence[Bundle], model: Any) -> Any:
+        """The output of the rows [B, T] of one bundle that shares nothing."""
+        (bundle,) = bundles
+        return model(input_ids=ids_m.view(len(bundle.rows), bundle.width), use_cache=False)
 
     def fingerprint(self) -> str:
         """Digest of the weights in memory, as replicas compute it from theirs."""

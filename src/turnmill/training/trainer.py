@@ -10,7 +10,7 @@ there are, and no thread waits for another one in the middle of a product. The a
 same tokens, scored with the weights that sampled them, must get the log-probs that the sampler recorded. It is decided
 over the whole batch, in the passes that compute the gradients anyway.
 
-Axes: G groups, S samples of a group, B rows of a micro-batch, T positions, N trained tokens, V vocabulary.
+Axes: G groups, S samples of a group, N trained tokens of a micro-batch, V vocabulary.
 """
 
 import math
@@ -30,6 +30,7 @@ from torch import Tensor
 from turnmill.config import Config
 from turnmill.errors import NoProgress
 from turnmill.training.audit import TokenAudit
+from turnmill.training.bundles import Bundle
 from turnmill.training.grpo import LossTerms, LossWeights, group_advantages, token_logprobs, token_loss
 from turnmill.training.microbatches import MicroBatch, collate, plan
 from turnmill.training.policy import Policy
@@ -88,9 +89,9 @@ class _Sums:
     num_groups: int = 0
     num_rows: int = 0
     num_tokens: int = 0
-    # Of the rows, and of the passes: padding included.
-    num_real: int = 0
+    # Of the passes, padding included, and how many of them are padding.
     num_positions: int = 0
+    num_padding: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,23 +178,23 @@ class Trainer:
         Groups that are given together are cut into passes together, which decides about the last bits of the sums.
         """
         rows, advantages = _flatten(groups)
-        lengths = [len(row.token_ids) for row in rows]
+        passes = plan(rows, self.config.micro_batch_tokens, is_sharing=self.policy.is_sharing)
         parameters = self.policy.parameters()
         sums = self._sums
-        for done in self._passes(rows, advantages, plan(lengths, self.config.micro_batch_tokens), threads):
+        for done in self._passes(rows, advantages, passes, threads):
             for parameter, gradient in zip(parameters, done.gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             sums.audit.add(rows, done.batch, done.logprobs_n)
             sums.terms.append(done.terms)
-            sums.num_positions += done.batch.ids_bt.numel()
+            sums.num_positions += len(done.batch.ids_m)
+            sums.num_padding += done.batch.num_padding
         sums.num_groups += len(groups)
         sums.num_rows += len(rows)
         sums.num_tokens += sum(row.num_trained for row in rows)
-        sums.num_real += sum(lengths)
 
     def _passes(
-        self, rows: Sequence[Row], advantages: Sequence[float], plan: Sequence[tuple[int, ...]], threads: int
+        self, rows: Sequence[Row], advantages: Sequence[float], plan: Sequence[tuple[Bundle, ...]], threads: int
     ) -> Iterator[_Pass]:
         """The passes of a plan, in order; few of them are ahead of the one asked for, as each holds all gradients."""
         make = partial(self._pass, rows, advantages)
@@ -204,16 +205,16 @@ class Trainer:
             return
         pending: deque[Future[_Pass]] = deque()
         with ThreadPoolExecutor(threads, "passes", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for picked in plan:
-                pending.append(pool.submit(make, picked))
+            for bundles in plan:
+                pending.append(pool.submit(make, bundles))
                 if len(pending) > threads:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 
-    def _pass(self, rows: Sequence[Row], advantages: Sequence[float], picked: tuple[int, ...]) -> _Pass:
+    def _pass(self, rows: Sequence[Row], advantages: Sequence[float], bundles: tuple[Bundle, ...]) -> _Pass:
         """One micro-batch forward and backward; may run in several threads at once."""
-        batch = collate(rows, advantages, picked)
+        batch = collate(rows, advantages, bundles)
         terms, logprobs_n = self._terms(batch)
         gradients = torch.autograd.grad(terms.loss, self.policy.parameters(), allow_unused=True)
         return _Pass(batch=batch, terms=terms.detached(), logprobs_n=logprobs_n, gradients=gradients)
@@ -263,17 +264,17 @@ class Trainer:
             audit_max=sums.audit.max,
             num_tokens=num_tokens,
             num_rows=sums.num_rows,
-            padding=1 - sums.num_real / sums.num_positions,
+            padding=sums.num_padding / sums.num_positions,
         )
 
     def _terms(self, batch: MicroBatch) -> tuple[LossTerms, Tensor]:
         """Loss of one micro-batch, summed over its tokens, and the policy's log-probs [N] for the audit."""
-        logits_nv = self.policy.logits(batch.ids_bt, batch.rows_n, batch.positions_n - 1)
+        logits_nv = self.policy.logits(batch)
         logprobs_n, entropy_n = token_logprobs(logits_nv, batch.tokens_n, batch.temperature_n)
         reference_n: Tensor | None = None
         if self.reference is not None:
             with torch.no_grad():
-                reference_nv = self.reference.logits(batch.ids_bt, batch.rows_n, batch.positions_n - 1)
+                reference_nv = self.reference.logits(batch)
                 reference_n, _ = token_logprobs(reference_nv, batch.tokens_n, batch.temperature_n)
         terms = token_loss(
             logprobs_n=logprobs_n,

@@ -1,7 +1,9 @@
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +12,20 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, InvalidInput, NoProgress
+from turnmill.training.bundles import ATTENTION, Bundle
+from turnmill.training.microbatches import MicroBatch, collate
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, Span, TrainingSample
 from turnmill.training.trainer import Trainer, learning_rate
@@ -43,6 +51,24 @@ def make_row(trainer: Trainer, seed: int, *, num_turns: int = 3, temperature: fl
         logprobs=[float(log_p_tv[t - 1, token]) if mask[t] else 0.0 for t, token in enumerate(token_ids)],
         temperatures=[temperature if m else 1.0 for m in mask],
         spans=(Span(call_id=f"s{seed}_0", start=0, end=len(token_ids), version="0.0"),),
+    )
+
+
+def pass_of(ids_bt: torch.Tensor, rows_n: torch.Tensor, positions_n: torch.Tensor) -> MicroBatch:
+    """A pass of right-padded rows whose logits at (row, position) are wanted; only what logits are made of is real."""
+    num_rows, width = ids_bt.shape
+    nothing_n = torch.zeros(len(rows_n))
+    return MicroBatch(
+        bundles=(Bundle(rows=tuple(range(num_rows)), num_shared=0, width=width),),
+        ids_m=ids_bt.flatten(),
+        index_n=rows_n * width + positions_n,
+        rows_n=rows_n,
+        positions_n=positions_n + 1,
+        tokens_n=nothing_n.long(),
+        sampled_n=nothing_n,
+        temperature_n=nothing_n + 1,
+        advantages_n=nothing_n,
+        num_padding=0,
     )
 
 
@@ -306,7 +332,7 @@ def test_logits_at_selected_positions_are_the_models_logits(tiny_model: Path) ->
     ids_bt = torch.randint(7, 500, (3, 9), generator=torch.Generator().manual_seed(0))
     rows_n, positions_n = torch.tensor([0, 0, 2]), torch.tensor([1, 8, 4])
     with torch.no_grad():
-        selected_nv = policy.logits(ids_bt, rows_n, positions_n)
+        selected_nv = policy.logits(pass_of(ids_bt, rows_n, positions_n))
         full_btv = policy.model(input_ids=ids_bt).logits
     torch.testing.assert_close(selected_nv, full_btv[rows_n, positions_n])
 
@@ -319,7 +345,7 @@ def test_the_last_layers_feed_forward_block_at_selected_positions_only_gives_the
     narrowed.model.model.layers[-1].mlp.act_fn.register_forward_hook(lambda _, __, out: seen.append(out.shape))
     ids_bt = torch.randint(7, 500, (3, 9), generator=torch.Generator().manual_seed(0))
     rows_n, positions_n = torch.tensor([0, 0, 2]), torch.tensor([1, 8, 4])
-    mine_nv = narrowed.logits(ids_bt, rows_n, positions_n)
+    mine_nv = narrowed.logits(pass_of(ids_bt, rows_n, positions_n))
     plain_nv = full(input_ids=ids_bt).logits[rows_n, positions_n]
     for logits_nv in (mine_nv, plain_nv):
         torch.log_softmax(logits_nv, dim=-1)[:, 11].sum().backward()  # type: ignore[no-untyped-call]
@@ -327,6 +353,117 @@ def test_the_last_layers_feed_forward_block_at_selected_positions_only_gives_the
     for mine, plain in zip(narrowed.parameters(), full.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-4, atol=1e-5)
     assert seen == [(1, 3, narrowed.model.config.intermediate_size)]
+
+
+def shared_and_whole(rows: Sequence[Row]) -> tuple[MicroBatch, list[MicroBatch]]:
+    """Rows of which all but the last have a prompt in common: in one pass that shares it, and each by itself."""
+    *alike, last = range(len(rows))
+    alike.sort(key=lambda i: -len(rows[i].token_ids))
+    num_shared = rows[0].loss_mask.index(1) - 1
+    width = len(rows[alike[0]].token_ids) - num_shared
+    bundles = (
+        Bundle(rows=tuple(alike), num_shared=num_shared, width=width),
+        Bundle(rows=(last,), num_shared=0, width=len(rows[last].token_ids)),
+    )
+    advantages = [float(i + 1) for i in range(len(rows))]
+    each = [
+        collate(rows, advantages, (Bundle(rows=(i,), num_shared=0, width=len(rows[i].token_ids)),))
+        for i in (*alike, last)
+    ]
+    return collate(rows, advantages, bundles), each
+
+
+def rows_with_a_common_prompt(vocab_size: int) -> list[Row]:
+    """Three conversations with a prompt of seven tokens, and one with another."""
+    random = np.random.default_rng(0)
+    prompt = [int(x) for x in random.integers(1, vocab_size, size=7)]
+    rows = []
+    for number, length in enumerate((14, 11, 17, 9)):
+        first = prompt if number < 3 else prompt[::-1][:4]
+        token_ids = [*first, *(int(x) for x in random.integers(1, vocab_size, size=length - len(first)))]
+        mask = [int(t >= len(first) and (t - len(first)) % 5 < 2) for t in range(length)]
+        rows.append(
+            Row(
+                key=f"row-{number}",
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=[-1.0 * m for m in mask],
+                temperatures=[1.0] * length,
+                spans=(Span(call_id="c", start=0, end=length, version="0.0"),),
+            )
+        )
+    return rows
+
+
+def small_models() -> dict[str, Any]:
+    """Of each kind: heads of their own, shared ones, absolute positions, biases and norms on heads, scaled logits."""
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2)),
+        "grouped heads": LlamaForCausalLM(LlamaConfig(**shape, **heads)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, **heads, head_dim=8)),
+        "granite": GraniteForCausalLM(GraniteConfig(**shape, **heads, logits_scaling=8.0)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "grouped heads", "gpt2", "qwen3", "granite"])
+def test_a_shared_prompt_gives_the_logits_and_the_gradients_of_whole_rows(kind: str) -> None:
+    model = small_models()[kind].eval()
+    plain = copy.deepcopy(model)
+    policy = Policy(model)
+    assert policy.is_sharing
+    rows = rows_with_a_common_prompt(64)
+    shared, each = shared_and_whole(rows)
+
+    def loss_of(logits_nv: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        log_p_nv = torch.log_softmax(logits_nv, dim=-1)
+        return (log_p_nv.gather(1, batch.tokens_n[:, None])[:, 0] * batch.advantages_n).sum()
+
+    mine_nv = policy.logits(shared)
+    whole = [plain(input_ids=batch.ids_m[None]).logits[0, batch.index_n] for batch in each]
+    torch.testing.assert_close(mine_nv, torch.cat(whole), rtol=1e-5, atol=1e-5)
+    torch.autograd.backward(loss_of(mine_nv, shared))
+    torch.autograd.backward(
+        torch.stack([loss_of(logits_nv, batch) for logits_nv, batch in zip(whole, each, strict=True)]).sum()
+    )
+    for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_row_sees_another_one_of_its_bundle() -> None:
+    policy = Policy(small_models()["llama"])
+    rows = rows_with_a_common_prompt(64)
+    before = policy.logits(shared_and_whole(rows)[0])
+    changed = replace(rows[0], token_ids=[*rows[0].token_ids[:7], *([9] * (len(rows[0].token_ids) - 7))])
+    batch = shared_and_whole([changed, *rows[1:]])[0]
+    after = policy.logits(batch)
+    is_other_n = batch.rows_n != 0
+    assert torch.equal(before[is_other_n], after[is_other_n])
+    assert not torch.equal(before[~is_other_n], after[~is_other_n])
+
+
+def test_a_model_with_an_attention_of_its_own_gets_whole_rows() -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    policy = Policy(eager)
+    assert not policy.is_sharing
+    rows = rows_with_a_common_prompt(64)
+    batch = collate(rows, [1.0] * 4, (Bundle(rows=(2, 0, 1, 3), num_shared=0, width=17),))
+    plain = [eager(input_ids=torch.tensor([rows[i].token_ids])).logits[0] for i in range(4)]
+    expected_nv = torch.stack([plain[i][t - 1] for i, t in zip(batch.rows_n, batch.positions_n, strict=True)])
+    torch.testing.assert_close(policy.logits(batch), expected_nv, rtol=1e-5, atol=1e-5)
+
+
+def test_how_attention_is_computed_stays_out_of_the_exported_model(tiny_model: Path, tmp_path: Path) -> None:
+    policy = Policy.load(tiny_model)
+    assert policy.is_sharing
+    policy.save_pretrained(tmp_path, tiny_model)
+    assert ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
@@ -344,7 +481,7 @@ def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
     assert not policy.has_plain_head
     ids_bt = torch.arange(10)[None, :]
     with torch.no_grad():
-        selected_nv = policy.logits(ids_bt, torch.tensor([0]), torch.tensor([7]))
+        selected_nv = policy.logits(pass_of(ids_bt, torch.tensor([0]), torch.tensor([7])))
         torch.testing.assert_close(selected_nv, policy.model(input_ids=ids_bt).logits[0, 7:8])
 
 
@@ -368,7 +505,7 @@ def test_right_padding_does_not_change_the_logits_of_real_tokens(tiny_model: Pat
     long = torch.randint(7, 500, (1, 30), generator=torch.Generator().manual_seed(0))
     ids_bt = torch.cat([long, torch.cat([long[:, 5:12], torch.zeros(1, 23, dtype=torch.long)], dim=1)])
     with torch.no_grad():
-        padded = policy.logits(ids_bt, torch.full((7,), 1), torch.arange(7))
+        padded = policy.logits(pass_of(ids_bt, torch.full((7,), 1), torch.arange(7)))
         alone = policy.model(input_ids=long[:, 5:12]).logits[0]
     torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
 
