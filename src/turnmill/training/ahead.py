@@ -4,13 +4,16 @@
               abandon                             nothing of them is left
 
 One task at a time works on the groups offered; what comes meanwhile waits for it. It consumes groups, waits for a
-thread in which torch computes, is unblocked by `offer` and `complete`, and produces sums in the trainer. How the groups
+thread in which torch computes, is unblocked by `offer` and `complete`, and produces sums in the trainer. The rest of a
+batch is begun at once beside what that task still works on, and added behind it. How the groups
 were cut into parts depends on the clock, so the parts are told before the step and belong into its record. Weights must
 not change from the first `offer` to the end of `wait`: they change in steps only, and no batch is collected meanwhile.
 """
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from turnmill.config import Config
 from turnmill.training.samples import TrainingSample
@@ -50,11 +53,10 @@ class Ahead:
     def complete(self, groups: Sequence[Group], *, is_alone: bool) -> tuple[int, ...]:
         """The last groups of the batch; how many groups each part holds. If nothing else runs, they take all cores."""
         rest, self._waiting = [*self._waiting, *groups], []
-        before = self._task
         if rest:
             threads = self._threads_alone if is_alone else self._threads
             self._parts.append(len(rest))
-            self._task = asyncio.create_task(self._work_off(before, rest, threads), name="gradients of the rest")
+            self._task = asyncio.create_task(self._work_off(self._task, rest, threads), name="gradients of the rest")
         parts, self._parts = tuple(self._parts), []
         return parts
 
@@ -83,6 +85,27 @@ class Ahead:
             await asyncio.to_thread(self._trainer.accumulate, part, self._threads)
 
     async def _work_off(self, before: asyncio.Task[None] | None, rest: Sequence[Group], threads: int) -> None:
-        if before is not None:
-            await before
-        await asyncio.to_thread(self._trainer.accumulate, rest, threads)
+        # What the groups before end with.
+        added: Future[None] = Future()
+        if before is None:
+            added.set_result(None)
+        else:
+            before.add_done_callback(partial(_hand_over, added))
+        try:
+            await asyncio.to_thread(self._trainer.accumulate, rest, threads, after=added.result)
+        finally:
+            if before is not None:
+                # Whatever the rest ended with: nothing is being added any more.
+                await asyncio.wait([before])
+
+
+def _hand_over(future: "Future[None]", task: "asyncio.Task[None]") -> None:
+    """Let threads wait for a task."""
+    if task.cancelled():
+        future.cancel()
+        return
+    error = task.exception()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

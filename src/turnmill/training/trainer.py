@@ -16,12 +16,12 @@ Axes: G groups, S samples of a group, N trained tokens of a micro-batch, V vocab
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -118,7 +118,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Trainer:
-    """The model, its optimizer, and one step at a time; not safe for concurrent use."""
+    """The model, its optimizer, and one step at a time; not safe for concurrent use, but for `accumulate`'s `after`."""
 
     def __init__(self, base_model: Path, config: Config) -> None:
         """Load `base_model`, or raise `InvalidInput`; sets torch threads and seed of this process."""
@@ -172,30 +172,41 @@ class Trainer:
             begin += num_groups
         return self.finish()
 
-    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+    def accumulate(
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        threads: int,
+        *,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         """Add the gradients of complete groups, the next ones in draw order, to those of the step to come.
 
         Groups that are given together are cut into passes together, which decides about the last bits of the sums.
+        With `after`, which returns when those of the groups before are added (or raises what they ended with), this may
+        be called in another thread meanwhile: the first passes are made beside theirs, and added behind them.
         """
         rows, advantages = _flatten(groups)
         passes = plan(rows, self.config.micro_batch_tokens, is_sharing=self.policy.is_sharing)
         parameters = self.policy.parameters()
         sums = self._sums
-        for done in self._passes(rows, advantages, passes, threads):
-            for parameter, gradient in zip(parameters, done.gradients, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            sums.audit.add(rows, done.batch, done.logprobs_n)
-            sums.terms.append(done.terms)
-            sums.num_positions += len(done.batch.ids_m)
-            sums.num_padding += done.batch.num_padding
+        with closing(self._passes(rows, advantages, passes, threads)) as made:
+            first = list(islice(made, 1))
+            after()
+            for done in chain(first, made):
+                for parameter, gradient in zip(parameters, done.gradients, strict=True):
+                    if gradient is not None:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                sums.audit.add(rows, done.batch, done.logprobs_n)
+                sums.terms.append(done.terms)
+                sums.num_positions += len(done.batch.ids_m)
+                sums.num_padding += done.batch.num_padding
         sums.num_groups += len(groups)
         sums.num_rows += len(rows)
         sums.num_tokens += sum(row.num_trained for row in rows)
 
     def _passes(
         self, rows: Sequence[Row], advantages: Sequence[float], plan: Sequence[tuple[Bundle, ...]], threads: int
-    ) -> Iterator[_Pass]:
+    ) -> Generator[_Pass, None, None]:
         """The passes of a plan, in order; few of them are ahead of the one asked for, as each holds all gradients."""
         make = partial(self._pass, rows, advantages)
         threads = min(threads, len(plan)) if self.policy.is_reentrant else 1

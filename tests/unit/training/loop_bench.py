@@ -197,6 +197,8 @@ class CountingTrainer(Trainer):
         super().__init__(base_model, config)
         self.threads: list[int] = []
 
-    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
+    def accumulate(
+        self, groups: Sequence[Sequence[TrainingSample]], threads: int, *, after: Callable[[], None] = lambda: None
+    ) -> None:
         self.threads.append(threads)
-        super().accumulate(groups, threads)
+        super().accumulate(groups, threads, after=after)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +21,20 @@ class Recorder(Trainer):
     def __init__(self, base_model: Path, config: Config) -> None:
         super().__init__(base_model, config)
         self.may_go = threading.Event()
+        self.begun: list[str] = []
         self.taken: list[tuple[str, int]] = []
 
-    def accumulate(self, groups: Sequence[Sequence[TrainingSample]], threads: int) -> None:
-        assert self.may_go.wait(10)
-        if any(group[0].key == "broken" for group in groups):
+    def accumulate(
+        self, groups: Sequence[Sequence[TrainingSample]], threads: int, *, after: Callable[[], None] = lambda: None
+    ) -> None:
+        keys = [group[0].key for group in groups]
+        self.begun += keys
+        if "quick" not in keys:
+            assert self.may_go.wait(10)
+        if "broken" in keys:
             raise RuntimeError("this group is broken")
-        self.taken += [(group[0].key, threads) for group in groups]
+        after()
+        self.taken += [(key, threads) for key in keys]
 
     def abandon(self) -> None:
         self.taken = []
@@ -66,6 +73,34 @@ async def test_what_is_offered_meanwhile_waits_and_the_rest_is_made_at_once_on_a
     recorder.may_go.set()
     await ahead.wait()
     assert recorder.taken == [("a", 1), ("b", 4), ("c", 4), ("d", 4)]
+
+
+async def test_the_rest_is_begun_beside_what_runs_and_added_behind_it(recorder: Recorder) -> None:
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group("a")])
+    await begun(ahead, 1)
+    ahead.complete([group("quick")], is_alone=True)
+    async with asyncio.timeout(10):
+        while recorder.begun != ["a", "quick"]:  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0)
+    assert recorder.taken == []
+    recorder.may_go.set()
+    await ahead.wait()
+    assert recorder.taken == [("a", 1), ("quick", 4)]
+
+
+async def test_when_the_rest_fails_nothing_is_being_added_any_more(recorder: Recorder) -> None:
+    ahead = Ahead(recorder, recorder.config)
+    ahead.offer([group("a")])
+    await begun(ahead, 1)
+    ahead.complete([group("quick"), group("broken")], is_alone=True)
+    failed = asyncio.create_task(ahead.wait())
+    await asyncio.sleep(0.05)
+    assert not failed.done(), "the part before it still runs"
+    recorder.may_go.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        await failed
+    assert recorder.taken == [("a", 1)]
 
 
 async def test_a_part_is_closed_once_it_is_large_enough(recorder: Recorder) -> None:

@@ -1,6 +1,8 @@
 import copy
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -464,6 +466,41 @@ def test_how_attention_is_computed_stays_out_of_the_exported_model(tiny_model: P
     assert policy.is_sharing
     policy.save_pretrained(tmp_path, tiny_model)
     assert ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+def test_gradients_made_beside_those_before_are_added_behind_them(trainer_of: Trainers, small_config: Config) -> None:
+    """Whichever is ready first: the same bits as one after the other."""
+    one, other = trainer_of(small_config), trainer_of(small_config)
+    first, second = make_groups(one)
+    one.accumulate([first], 1)
+    one.accumulate([second], 1)
+    is_begun, may_add = threading.Event(), threading.Event()
+
+    def wait_for_first() -> None:
+        is_begun.set()
+        assert may_add.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(other.accumulate, [second], 2, after=wait_for_first)
+        assert is_begun.wait(10)
+        other.accumulate([first], 1)
+        may_add.set()
+        made.result()
+    assert one.finish() == other.finish()
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_what_the_groups_before_ended_with_ends_those_behind_them(trainer_of: Trainers, small_config: Config) -> None:
+    trainer = trainer_of(small_config)
+    groups = make_groups(trainer)
+    before: Future[None] = Future()
+    before.set_exception(NoProgress("broken"))
+    nothing = [[replace(s, rows=()) for s in group] for group in groups]
+    for given in (groups, nothing):
+        with pytest.raises(NoProgress, match="broken"):
+            trainer.accumulate(given, 2, after=before.result)
+    with pytest.raises(NoProgress, match="no token to train in a batch of 0 groups"):
+        trainer.finish()
 
 
 def test_a_model_that_scales_its_logits_is_asked_for_all_of_them() -> None:
