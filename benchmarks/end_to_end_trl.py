@@ -194,7 +194,7 @@ def throughput(case: Case, *, steps: int, rounds: int, counts: tuple[int, ...]) 
     figures, met = interleave(NAME, text, "trained conversations/s", subjects, rounds=rounds)
     fastest = {variant: max(tried, key=lambda name: fmean(figures[name])) for variant, tried in names.items()}
     ours = fastest.pop(OURS)
-    for (variant, best), bound in zip(fastest.items(), case.bounds, strict=True):
+    for best, bound in zip(fastest.values(), case.bounds, strict=True):
         claim = Claim(benchmark=NAME, text=text, unit="trained conversations/s", ours=ours, peer=best, at_least=bound)
         emit_ratio(claim, figures[ours], figures[best], met)
     return {variant: names[variant][best] for variant, best in fastest.items()}
