@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from turnmill.records import Metric, Version, WeightVersion
 
 # ---------------------------------------------------------------- blobs
@@ -48,8 +50,7 @@ class BlobStore(Protocol):
 # ---------------------------------------------------------------- records
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A record as read."""
 
     key: str
@@ -58,8 +59,7 @@ class Stored:
     version: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Write:
+class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One conditional write."""
 
     key: str
@@ -94,8 +94,7 @@ class RecordStore(Protocol):
 # ---------------------------------------------------------------- queues
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is sent."""
 
     body: bytes
@@ -106,8 +105,7 @@ class Message:
     dedup_id: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leased:
+class Leased(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is received."""
 
     body: bytes

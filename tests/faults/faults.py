@@ -16,6 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from tests.faults.shim import Shim
 from tests.faults.victim import PATIENCE_S, ROLES, Defect, Victim
 from turnmill.backends.embedded import open_run
@@ -227,7 +229,7 @@ def repeat_message(*, late: bool) -> Fault:
                 return OVER
             if late:
                 await asyncio.to_thread(victim.sleep, random.uniform(3.0, 8.0))
-            await queue.send([replace(sent, dedup_id=f"{sent.dedup_id}/{random.random()}")])
+            await queue.send([structs.replace(sent, dedup_id=f"{sent.dedup_id}/{random.random()}")])
             return f"{EXACT} ({kind})"
 
         return _with_ports(victim, act)

@@ -5,7 +5,7 @@ A key that would change nothing is refused by name, never ignored: silence would
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -180,7 +180,11 @@ def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
         elif not _NEUTRAL[key](value):
             why = _WHY.get(key, "calls use the run's sampling parameters; leave it out")
             raise _not_allowed(key, value, why)
-    sampling = allowed if max_new_tokens == allowed.max_new_tokens else replace(allowed, max_new_tokens=max_new_tokens)
+    sampling = (
+        allowed
+        if max_new_tokens == allowed.max_new_tokens
+        else msgspec.structs.replace(allowed, max_new_tokens=max_new_tokens)
+    )
     said = heard.read(b"null" if messages is None else bytes(messages))
     if said.last_role == "assistant":
         raise InvalidRequest(

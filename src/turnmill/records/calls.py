@@ -1,7 +1,8 @@
 """One generation: how it is drawn, asked for, recorded and answered."""
 
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
 from turnmill.records.keys import call_key
@@ -13,8 +14,7 @@ _CALL = b'"call":'
 _NO_CALL = b'"call":null}'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tokens are drawn; the log-prob of a token is log-softmax(logits / temperature) over the full vocabulary."""
 
     temperature: float = 1.0
@@ -30,8 +30,7 @@ class Sampling:
         return self.temperature > 0 and self.top_k == 0 and self.top_p == 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Proxy -> replica: one call."""
 
     sample_id: str
@@ -55,8 +54,7 @@ class GenerateRequest:
     max_length: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generation, as a delta on its parent: tokens are append-only along the path of parents.
 
     `token_ids` = the rendered new messages (mask 0) followed by what was sampled (mask 1). Axes: T positions.
@@ -105,7 +103,7 @@ class Call:
 
     def sealed(self) -> "Call":
         """A copy that carries its digest."""
-        return replace(self, digest=self.expected_digest())
+        return msgspec.structs.replace(self, digest=self.expected_digest())
 
     def seal(self) -> tuple[str, bytes]:
         """Digest and stored form, digest included, of a call that carries none yet."""
@@ -114,8 +112,7 @@ class Call:
         return digest, encoded[: -len(_END)] + digest.encode() + _END
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateResponse:
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Replica -> proxy: the call is recorded (a wake-up), or failed with `error`."""
 
     sample_id: str

@@ -1,9 +1,9 @@
 """Which call a request continues, and which recorded answer it replays."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from turnmill.conversation.branches import (
     BranchTable,
@@ -145,7 +145,7 @@ def test_a_request_digest_covers_messages_tools_and_sampling() -> None:
         request_digest([user("b")], None, Sampling()),
         request_digest([user("a"), user("a")], None, Sampling()),
         request_digest([user("a")], [{"type": "function"}], Sampling()),
-        request_digest([user("a")], None, replace(Sampling(), max_new_tokens=5)),
+        request_digest([user("a")], None, structs.replace(Sampling(), max_new_tokens=5)),
     ]
     assert len({base, *others}) == 5
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from turnmill.backends.embedded import open_run
 from turnmill.conversation.history import checked_call, checked_sample, path_of, read_calls, write_calls
@@ -77,7 +78,7 @@ async def test_calls_are_read_in_their_order_and_only_of_the_sample(records: Rec
     assert await write_calls(records, [*calls, call(0, sample_id="s/0")]) == [True] * 4
     read = await read_calls(records, "r", Purpose.TRAIN, "s")
     assert [item.call_id for item in read] == ["s_0", "s_2", "s_11"]
-    assert await write_calls(records, [replace(call(0), version="9.9").sealed()]) == [False]
+    assert await write_calls(records, [structs.replace(call(0), version="9.9").sealed()]) == [False]
     assert await read_calls(records, "r", Purpose.TRAIN, "s") == read
 
 
@@ -97,7 +98,7 @@ def test_an_altered_call_is_refused(change: dict[str, Any]) -> None:
     good = call(0)
     assert checked_call(Stored(key=good.key, value=encode(good), version=1)) == good
     with pytest.raises(RecordCorrupt, match="s_0"):
-        checked_call(Stored(key=good.key, value=encode(replace(good, **change)), version=1))
+        checked_call(Stored(key=good.key, value=encode(structs.replace(good, **change)), version=1))
 
 
 def test_a_call_under_another_key_or_with_missing_tokens_is_refused() -> None:
@@ -105,7 +106,7 @@ def test_a_call_under_another_key_or_with_missing_tokens_is_refused() -> None:
     with pytest.raises(RecordCorrupt, match="holds the call"):
         checked_call(Stored(key=call(1).key, value=encode(good), version=1))
     with pytest.raises(RecordCorrupt, match="3 tokens, 2 mask bits"):
-        short = replace(good, loss_mask=[0, 1]).sealed()
+        short = structs.replace(good, loss_mask=[0, 1]).sealed()
         checked_call(Stored(key=good.key, value=encode(short), version=1))
     with pytest.raises(RecordCorrupt, match="is no Call"):
         checked_call(Stored(key=good.key, value=b"{}", version=1))
@@ -134,9 +135,9 @@ def test_a_path_with_a_missing_changed_or_circular_link_is_refused() -> None:
     second = call(1, parent=first)
     with pytest.raises(RecordCorrupt, match="not recorded"):
         path_of(second, {})
-    other = replace(first, version="1.1").sealed()
+    other = structs.replace(first, version="1.1").sealed()
     with pytest.raises(RecordCorrupt, match="another content"):
         path_of(second, {"s_0": other})
-    own = replace(first, parent="s_0", parent_digest=first.digest)
+    own = structs.replace(first, parent="s_0", parent_digest=first.digest)
     with pytest.raises(RecordCorrupt, match="its own ancestor"):
-        path_of(replace(own, digest=first.digest), {"s_0": replace(own, digest=first.digest)})
+        path_of(structs.replace(own, digest=first.digest), {"s_0": structs.replace(own, digest=first.digest)})

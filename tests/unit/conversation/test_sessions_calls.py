@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from turnmill.conversation.history import read_calls, write_calls
 from turnmill.ports import Message, Write
@@ -267,7 +268,7 @@ async def test_an_altered_record_is_refused_with_evidence(world: "World") -> Non
             "sampling": request.sampling,
         }
     ).sealed()
-    altered = replace(call, token_ids=[8, 7])
+    altered = structs.replace(call, token_ids=[8, 7])
     await world.ports.records.write([Write(key=call.key, value=encode(altered), expected=0)])
     world.replica.may_answer.set()
     answer = await waiting

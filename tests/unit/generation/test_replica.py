@@ -1,12 +1,12 @@
 """What a replica records and answers."""
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.generation.bench import (
@@ -132,7 +132,7 @@ async def test_tokens_from_a_restricted_draw_are_never_trained(
     sampling: Sampling, ports: RunPorts, shipped: Path, plain_logprobs: Plain
 ) -> None:
     async with serving(ports, CountingEngine(shipped), shipped):
-        await ask(ports, request_for("a_0", sampling=replace(sampling, max_new_tokens=8)))
+        await ask(ports, request_for("a_0", sampling=structs.replace(sampling, max_new_tokens=8)))
     call = await recorded(ports, "a_0")
     assert set(call.loss_mask) == {0}
     assert_exact(plain_logprobs, shipped, call.token_ids, call)
@@ -183,7 +183,7 @@ async def test_a_replica_that_remembers_a_parent_goes_on_like_one_that_reads_it(
         await ports.records.write([Write(key=key, value=None, expected=None)])
     for turn in turns:
         async with serving(ports, CountingEngine(random_llama), random_llama):
-            reading.append(await ask(ports, replace(turn, epoch=1)))
+            reading.append(await ask(ports, structs.replace(turn, epoch=1)))
     for known, read in zip(remembering, reading, strict=True):
         assert known.call is not None and read.call is not None
         assert known.finish_reason == read.finish_reason

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.unit.generation.bench import (
     FEEDBACK,
@@ -84,7 +85,7 @@ async def test_a_call_that_can_not_be_answered_gets_an_error_code(
 ) -> None:
     engine = CountingEngine(shipped)
     async with serving(ports, engine, shipped):
-        response = await ask(ports, replace(request_for("a_0"), **changes))
+        response = await ask(ports, structs.replace(request_for("a_0"), **changes))
         assert response.error is not None and response.error["code"] == code
         assert response.data is None
         # The message is gone and the replica goes on.
@@ -112,7 +113,7 @@ async def test_a_parent_that_was_altered_stops_the_replica(field: str, ports: Ru
     values = list(getattr(call, field))
     values[-1] = 1 - values[-1] if field == "loss_mask" else values[-1] + 1
     changes: dict[str, Any] = {field: values}
-    await ports.records.write([Write(key=call.key, value=encode(replace(call, **changes)), expected=1)])
+    await ports.records.write([Write(key=call.key, value=encode(structs.replace(call, **changes)), expected=1)])
     # Another replica than the one that sampled it, which still knows what it recorded.
     with pytest.raises(RecordCorrupt, match="calls/run/train/a/a_0 does not match its digest"):
         async with serving(ports, CountingEngine(shipped), shipped) as replica:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, CountingTrainer, ScriptedRollouts, first_of_four
@@ -148,9 +149,9 @@ class Corrupting(ScriptedRollouts):
 @pytest.mark.parametrize(
     ("field", "alter"),
     [
-        ("digest", lambda _, call: replace(call, loss_mask=[0, 0, 0, 1, 1, 1])),
-        ("digest", lambda _, call: replace(call, token_ids=[*call.token_ids[:-1], 77])),
-        ("parent_digest", lambda _, call: replace(call, token_ids=[*call.token_ids[:-1], 77]).sealed()),
+        ("digest", lambda _, call: structs.replace(call, loss_mask=[0, 0, 0, 1, 1, 1])),
+        ("digest", lambda _, call: structs.replace(call, token_ids=[*call.token_ids[:-1], 77])),
+        ("parent_digest", lambda _, call: structs.replace(call, token_ids=[*call.token_ids[:-1], 77]).sealed()),
         ("report_digest", lambda sample, _: replace(sample, reward=1.0)),
         ("key", lambda sample, _: replace(sample, sample_id="t0_3")),
         ("calls", lambda sample, _: replace(sample, calls=sample.calls[:1], report_digest=None)),

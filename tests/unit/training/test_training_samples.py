@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Stored
@@ -48,11 +49,11 @@ def test_tokens_that_branches_share_are_trained_in_the_first_row_only(call_of: C
 
 def test_tokens_from_a_truncated_support_are_context(call_of: Calls, sample_of: Samples) -> None:
     call = call_of("t_0", 0)
-    greedy = replace(call, sampling=Sampling(temperature=0.0), loss_mask=[0] * len(call.token_ids)).sealed()
+    greedy = structs.replace(call, sampling=Sampling(temperature=0.0), loss_mask=[0] * len(call.token_ids)).sealed()
     (row,) = rows_of(sample_of("t_0", [greedy]), [greedy])
     assert row.num_trained == 0 and row.logprobs == [0.0] * 6
     with pytest.raises(RecordCorrupt, match="loss_mask"):
-        check_mask(replace(greedy, loss_mask=call.loss_mask))
+        check_mask(structs.replace(greedy, loss_mask=call.loss_mask))
 
 
 def test_a_sample_without_calls_has_no_rows(sample_of: Samples) -> None:
@@ -80,7 +81,7 @@ def test_one_altered_field_of_a_call_is_evidence(
 ) -> None:
     sample, (first, second) = talk
     with pytest.raises(RecordCorrupt, match=rf"run-.*: {field}: expected .* found"):
-        rows_of(sample, [replace(first, **change), second])
+        rows_of(sample, [structs.replace(first, **change), second])
 
 
 @pytest.mark.parametrize("change", [change for _, change in ALTERED_CALLS])
@@ -89,7 +90,7 @@ def test_a_new_digest_does_not_hide_the_change_from_structure_and_from_the_next_
 ) -> None:
     sample, (first, second) = talk
     with pytest.raises(RecordCorrupt, match=r"expected .* found"):
-        rows_of(sample, [replace(first, **change).sealed(), second])
+        rows_of(sample, [structs.replace(first, **change).sealed(), second])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_the_mask_is_one_exactly_on_what_was_sampled(call_of: Calls, mask: list[
     call = call_of("t_0", 0)
     check_mask(call)
     with pytest.raises(RecordCorrupt, match="loss_mask"):
-        check_mask(replace(call, loss_mask=mask))
+        check_mask(structs.replace(call, loss_mask=mask))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
@@ -177,8 +178,8 @@ def test_a_record_is_read_under_its_own_key_only(talk: tuple[SampleRecord, list[
     assert stored_record(stored, sample.key, SampleRecord) == sample
     other = sample.key + "x"
     with pytest.raises(RecordCorrupt, match="key: expected"):
-        stored_record(replace(stored, key=other), other, SampleRecord)
+        stored_record(structs.replace(stored, key=other), other, SampleRecord)
     with pytest.raises(RecordCorrupt, match="missing"):
         stored_record(None, sample.key, SampleRecord)
     with pytest.raises(RecordCorrupt, match="can't be read"):
-        stored_record(replace(stored, value=b'{"run_id": 3}'), sample.key, SampleRecord)
+        stored_record(structs.replace(stored, value=b'{"run_id": 3}'), sample.key, SampleRecord)
