@@ -57,7 +57,7 @@ faults: install
 # Peers that are not there are skipped with a line that says so: `make bench-peers` installs them.
 bench: install
 	$(BIN)/python benchmarks/demo_curve.py $(if $(FULL),--seeds 0 1 2,--seeds 0)
-	$(BIN)/python -m benchmarks.run_all $(if $(FULL),,--quick) $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.run_all --strict $(if $(FULL),,--quick) $(BENCH_ARGS)
 
 bench-peers: $(PEERS)/.installed
 

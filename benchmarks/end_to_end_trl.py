@@ -202,8 +202,8 @@ def throughput(case: Case, *, steps: int, rounds: int, counts: tuple[int, ...]) 
 
 def all_throughputs(folder: Path, *, quick: bool) -> dict[str, int]:
     """All models; `folder` is for those that are made. Returns the faster thread counts of TRL on the shipped model."""
-    # The quick form measures both counts for the promise only: on idle cores two are mostly faster, on either side.
-    rounds, both, one = (1, (1, 2), (2,)) if quick else (3, (1, 2), (1, 2))
+    # Both counts are measured for the promise only: on idle cores two are mostly faster, on either side.
+    both, two = (1, 2), (2,)
     spelling = Case(
         name="a Llama that spells (1.06 M)",
         model=str(letters.make_model(folder / "letters")),
@@ -211,11 +211,11 @@ def all_throughputs(folder: Path, *, quick: bool) -> dict[str, int]:
         spelled=True,
         bounds=(1.2, 1.0),
     )
-    throughput(spelling, steps=8 if quick else 20, rounds=rounds, counts=both)
+    throughput(spelling, steps=8 if quick else 20, rounds=1 if quick else 3, counts=both)
     deep = Case(name="the same policy in 8 layers (1.01 M)", model=str(deeper(folder / "deeper")))
-    throughput(deep, steps=6 if quick else 40, rounds=rounds, counts=one)
+    throughput(deep, steps=6 if quick else 30, rounds=1 if quick else 2, counts=two)
     shipped = Case(name="wordle-tiny (0.29 M)", model=MODEL)
-    return throughput(shipped, steps=6 if quick else 40, rounds=rounds, counts=one)
+    return throughput(shipped, steps=6 if quick else 30, rounds=1 if quick else 2, counts=two)
 
 
 # ---------------------------------------------------------------- time to a reward
