@@ -194,8 +194,8 @@ class Exchange:
         elif self._left is None:
             self.keeps_alive = False
         if not self.keeps_alive or self._expects_continue:
-            # A client that was not told to go on may send the body all the same, or not.
-            self.keeps_alive = False
+            # A client that was not told to go on may send the body all the same, or not; it is too late to tell it.
+            self.keeps_alive = self._expects_continue = False
             lines.append(b"connection: close\r\n")
         head = b"".join(lines)
         if not head.count(b"\n") == head.count(b"\r") == len(lines):

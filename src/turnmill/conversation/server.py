@@ -19,7 +19,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, par
 from turnmill.conversation.exchange import Application, Exchange, plain
 
 logger = logging.getLogger(__name__)
-# Of a request's line and headers; what is read at once may exceed it.
+# Of a request's line and headers, and of what stands between the chunks of a body and behind them; what is read at once
+# may exceed it.
 MAX_HEAD_BYTES = 64 * 1024
 # What is read of a body before the application asks for it.
 _READ_AHEAD_BYTES = 64 * 1024
@@ -56,10 +57,13 @@ class Connection(asyncio.Protocol):
         self._scope: dict[str, Any] = {}
         # On the loop's clock.
         self._heard_at = 0.0
+        # Bytes that the client had not taken when the timer last rang.
+        self._num_unsent = 0
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
         self._is_in_head = False
+        # Read since the parser last came to the end of something.
         self._num_head_bytes = 0
         # Being read; being answered; read after that one.
         self._reading: Exchange | None = None
@@ -148,6 +152,11 @@ class Connection(asyncio.Protocol):
     def _look(self) -> None:
         """End, if the client has been silent for too long while it was its turn."""
         is_waiting = self._running is None or (self._running is self._reading and not self._is_paused)
+        num_unsent = self._transport.get_write_buffer_size()
+        if num_unsent != self._num_unsent:
+            # It reads, however slowly.
+            self._num_unsent = num_unsent
+            self._heard_at = self._loop.time()
         silent_s = self._loop.time() - self._heard_at
         if not is_waiting and self._can_write is None:
             silent_s = 0.0
@@ -160,20 +169,38 @@ class Connection(asyncio.Protocol):
         self._heard_at = self._loop.time()
         if self._is_deaf:
             return
-        was_in_head = self._is_in_head
+        # Parsing sets it to 0 wherever something ends.
+        self._num_head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except HttpParserUpgrade:
-            # No other protocol is spoken: the request was taken as if it had not asked, and is the last one.
-            self._refuse(b"")
+            self._parse(data)
         except HttpParserError:
             logger.warning("a client sent what is no HTTP")
             self._refuse(_BAD_REQUEST)
         else:
-            if was_in_head and self._is_in_head:
-                self._num_head_bytes += len(data)
-                if self._num_head_bytes > MAX_HEAD_BYTES:
-                    self._refuse(_HEAD_TOO_LARGE)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_HEAD_TOO_LARGE)
+
+    def _parse(self, data: bytes) -> None:
+        """Raises `HttpParserError`."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except HttpParserUpgrade as asked:
+                # The parser takes what follows the head for another protocol, even where it is the body.
+                head = self._head_without_upgrade()
+                self._parser = HttpRequestParser(self)
+                self._parser.feed_data(head)
+                rest = rest[asked.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        """What was read, as if the client had not asked for another protocol; raises `HttpParserError` for CONNECT."""
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise HttpParserError("there is no way to another server here")
+        headers = [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(headers))
 
     def _refuse(self, answer: bytes) -> None:
         """Take no more of what the client sends; what was understood before that is answered first."""
@@ -233,6 +260,9 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._num_head_bytes = 0
+        if self._parser.should_upgrade():
+            return  # and comes again, without asking for it
         version = self._parser.get_http_version()
         # What these raise is an HttpParserError to who feeds the parser.
         url = parse_url(self._url)
@@ -260,6 +290,7 @@ class Connection(asyncio.Protocol):
             self._pause_reading()
 
     def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
         exchange = self._reading
         # Of an answered request the rest is of no interest.
         if exchange is not None and not exchange.is_answered:
@@ -268,6 +299,7 @@ class Connection(asyncio.Protocol):
                 self._pause_reading()
 
     def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
         exchange, self._reading = self._reading, None
         if exchange is not None:
             exchange.end()

@@ -160,6 +160,24 @@ async def test_a_client_that_was_not_told_to_go_on_is_told_that_the_connection_e
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("num_early", [0, 1])
+async def test_a_client_is_not_told_to_go_on_within_or_after_an_answer(num_early: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"no" * (2 - num_early), "more_body": num_early > 0})
+        await receive()
+        if num_early:
+            await send({"type": "http.response.body", "body": b"no"})
+
+    async with serving(app) as server:
+        client = await server.connect()
+        client.send(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        await client.reader.readuntil(b"\r\n\r\n")
+        assert await client.reader.readexactly(2) == b"no"
+        client.send(b"ok")
+        assert await client.rest() == b"no"
+
+
 @pytest.mark.parametrize(
     "request_head",
     [
@@ -190,11 +208,25 @@ async def test_the_answer_to_head_has_no_body() -> None:
         assert (await client.answer())[1] == b"GET /x "
 
 
-async def test_another_protocol_is_not_spoken() -> None:
+@pytest.mark.parametrize(
+    "length", [b"Content-Length: 3\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+async def test_a_request_that_asks_for_another_protocol_is_read_as_if_it_had_not(length: bytes) -> None:
+    asking = (
+        b"POST /%d HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n" + length
+    )
     async with serving(echo) as server:
         client = await server.connect()
-        client.send(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nframes")
-        assert (await client.rest()).endswith(b"connection: close\r\n\r\nGET / ")
+        client.send(b"".join(asking % number for number in range(9)) + GET)
+        for number in range(9):
+            head, body = await client.answer()
+            assert (head, body) == ("HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n", b"POST /%d abc" % number)
+        assert (await client.answer())[1] == b"GET /x "
+        for byte in asking % 0:
+            client.send(bytes([byte]))
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        assert (await client.answer())[1] == b"POST /0 abc"
 
 
 # ---------------------------------------------------------------- answers

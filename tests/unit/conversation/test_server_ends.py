@@ -21,6 +21,7 @@ from turnmill.conversation.exchange import Receive, Scope, Send
         b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"CONNECT h:443 HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     ],
 )
 async def test_what_is_no_http_is_a_400_without_a_traceback(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -58,17 +59,28 @@ async def test_a_body_that_breaks_off_ends_its_request_only() -> None:
         assert answer.startswith(b"HTTP/1.1 400") and answer.endswith(b"connection: close\r\n\r\ncut")
 
 
-async def test_headers_without_end_are_refused() -> None:
-    async with serving(echo) as server:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", 431),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", 400),
+    ],
+)
+async def test_headers_and_trailers_without_end_are_refused(sent: bytes, status: int) -> None:
+    async with serving(broken_off) as server:
         client = await server.connect()
-        client.send(b"GET / HTTP/1.1\r\n")
+        client.send(sent)
         await client.writer.drain()
         answer = asyncio.create_task(client.reader.readuntil(b"\r\n"))
-        while not answer.done():
-            client.send(b"x: " + b"y" * 1000 + b"\r\n")
+        num_sent = 0
+        while not answer.done() and num_sent < 10_000_000:
+            client.send(b"y" * 10_000 if sent.endswith(b";") else b"x: " + b"y" * 10_000 + b"\r\n")
+            num_sent += 10_000
             await asyncio.sleep(0.001)
+        assert answer.done()
         # A connection that is closed before all was read may be reset, which takes the answer along.
-        assert isinstance(answer.exception(), ConnectionError) or answer.result().startswith(b"HTTP/1.1 431 ")
+        assert isinstance(answer.exception(), ConnectionError) or answer.result().startswith(b"HTTP/1.1 %d " % status)
         assert not server.connections and not server.tasks
 
 
@@ -133,6 +145,22 @@ async def test_a_client_that_does_not_read_is_sent_away() -> None:
         while server.connections:  # noqa: ASYNC110 - their end has no event
             await asyncio.sleep(0.01)
         assert ended.is_set()
+
+
+async def test_a_client_that_reads_slowly_is_not_sent_away() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await reply(send, b"x" * 20_000_000)
+
+    async with serving(app, idle_s=0.2) as server:
+        client = await server.connect()
+        client.send(GET)
+        await client.reader.readuntil(b"\r\n\r\n")
+        num_read = 0
+        while num_read < 20_000_000:
+            part = await client.reader.read(1_000_000)
+            assert part
+            num_read += len(part)
+            await asyncio.sleep(0.01)
 
 
 # ---------------------------------------------------------------- the end
