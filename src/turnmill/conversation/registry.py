@@ -175,9 +175,12 @@ class Registry:
         return attempt
 
     async def restore(self, sample: SampleRecord, name: str) -> Attempt:
-        """The attempt of a LEASED sample that another proxy process, or this one before a restart, leased out."""
+        """The attempt of a LEASED sample: in memory, or leased out by another proxy process or before a restart.
+
+        Where a later attempt than that of `sample` is in memory, it is returned.
+        """
         attempt = self._by_sample.get(sample.key)
-        if attempt is None:
+        if attempt is None or attempt.sample.attempt < sample.attempt:
             # The former process may have handed out every c that it had reserved: go on past them.
             attempt = Attempt(sample=sample, name=name, next_call=sample.call_bound, call_bound=sample.call_bound)
             attempt.is_restored = True

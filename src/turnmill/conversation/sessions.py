@@ -257,7 +257,7 @@ class Sessions:
         secret_hash = hash_secret(secret)
         key = await self._registry.sample_key(secret, SecretKind.REPORT)
         while True:
-            sample, version = await self._latest(key)
+            sample, version = await self._latest(key, name_in(secret))
             self._check_sample_id(sample, report.sample_id)
             report.check_range(sample.request.rewards)
             if not same_hash(sample.report_secret_hash, secret_hash):
@@ -265,7 +265,7 @@ class Sessions:
             if sample.state is not SampleState.LEASED:
                 self._check_same(sample, report)
                 break
-            attempt = self._registry.get(key) or await self._registry.restore(sample, name_in(secret))
+            attempt = await self._registry.restore(sample, name_in(secret))
             ended = self._reported(sample, report, tuple(attempt.consumed))
             (ok,) = await write_samples(self._ports.records, [(ended, version)])
             if ok:
@@ -278,10 +278,11 @@ class Sessions:
         if sample.receipt is not None:
             await self._ports.rollout_request.ack([sample.receipt])
 
-    async def _latest(self, key: str) -> tuple[SampleRecord, int]:
+    async def _latest(self, key: str, name: str) -> tuple[SampleRecord, int]:
         """The sample to report and its version: as written here the first time, as recorded from then on."""
         attempt = self._registry.get(key)
-        if attempt is None or attempt.version is None:
+        # Another proxy may have leased a later attempt than the one that is in memory.
+        if attempt is None or attempt.version is None or attempt.name != name:
             return await self._registry.read_sample(key)
         version, attempt.version = attempt.version, None
         return attempt.sample, version

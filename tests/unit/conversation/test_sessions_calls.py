@@ -383,3 +383,30 @@ async def test_a_stranger_s_answer_to_the_call_is_refused(world: "World") -> Non
     await write_calls(world.ports.records, [call.sealed()])
     answer = await world.chat(rollout, "Guess.")
     assert (answer.status, answer.code) == (500, "record_corrupt")
+
+
+async def test_an_attempt_that_another_proxy_leased_is_served_where_an_earlier_one_is_known(world: "World") -> None:
+    first = await world.begin()
+    await world.chat(first, "hello")
+    await world.lose_lease()
+    async with world.restarted() as other:
+        second = await other.lease_one()
+        await other.chat(second, "something else")
+    answer = await world.chat(world.here(second), "and more")
+    assert answer.status == 200
+    assert (await world.chat(first, "hello")).code == "attempt_over"
+    assert (await world.report(second)).status == 200
+    sample = await world.sample()
+    assert sample.attempt == 2 and answer.body["id"] in sample.calls and len(sample.calls) == 2
+
+
+async def test_a_report_ends_an_attempt_that_another_proxy_leased_where_an_earlier_one_is_known(world: "World") -> None:
+    first = await world.begin()
+    await world.chat(first, "hello")
+    await world.lose_lease()
+    async with world.restarted() as other:
+        second = await other.lease_one()
+        answer = await other.chat(second, "something else")
+    assert (await world.report(second)).status == 200
+    assert (await world.sample()).calls == (answer.body["id"],)
+    assert (await world.report(first, 0.0)).status == 409
