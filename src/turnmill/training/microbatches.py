@@ -70,17 +70,18 @@ def plan(rows: Sequence[Row], max_positions: int, *, is_sharing: bool) -> list[t
     With `is_sharing`, prompts are shared where that pays, and a pass may have several bundles; without, each pass is
     one bundle of whole rows. As few passes as pay, but never more than `MAX_PADDING`. Ties keep their order.
     """
-    max_positions = min(max_positions, _FAST_POSITIONS)
+    fast = min(max_positions, _FAST_POSITIONS)
     lengths = [len(row.token_ids) for row in rows]
     by_length = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
     families = _families(rows, by_length) if is_sharing else [_Family(num_shared=0, rows=by_length)]
-    size = _even_size(families, lengths, max_positions) if is_sharing else max_positions
+    size = _even_size(families, lengths, fast) if is_sharing else fast
+    each = _BUNDLE_POSITIONS if is_sharing else _PASS_POSITIONS
     weight = 1.0
     while True:
-        bundles = [bundle for family in families for bundle in _cut(family, lengths, size, weight, is_sharing)]
+        bundles = [bundle for family in families for bundle in _cut(family, lengths, size, max_positions, weight, each)]
         num_positions = sum(bundle.num_positions for bundle in bundles)
         if sum(_padding(bundle, lengths) for bundle in bundles) <= MAX_PADDING * num_positions:
-            return _packed(bundles, max_positions) if is_sharing else [(bundle,) for bundle in bundles]
+            return _packed(bundles, fast) if is_sharing else [(bundle,) for bundle in bundles]
         # Ends: where a cut costs next to nothing, each run is cut off from the others, and none is worth 10 %.
         weight /= 2
 
@@ -118,17 +119,32 @@ def _even_size(families: Sequence[_Family], lengths: Sequence[int], max_position
     return min(max_positions, -(-total // max(1, num_passes)) + longest)
 
 
-def _cut(family: _Family, lengths: Sequence[int], max_positions: int, weight: float, is_sharing: bool) -> list[Bundle]:
-    """The cheapest cuts between runs: dynamic programming over how many runs are cut already."""
+def _most_rows(width: int, num_shared: int, size: int, max_positions: int) -> int:
+    """Rows of `width` positions that a bundle of `size` takes; behind a long prompt, half as many as without one.
+
+    With a long prompt a bundle may be larger than `size`: to compute the prompt again costs more. Attention copies the
+    keys of the prompt for each row, so they are bounded as if the rows were whole.
+    """
+    room = max(size - num_shared, min(size // 2, max_positions - num_shared))
+    return max(1, min(room // width, max_positions // (num_shared + width)))
+
+
+def _cut(
+    family: _Family, lengths: Sequence[int], size: int, max_positions: int, weight: float, each: float
+) -> list[Bundle]:
+    """The cheapest cuts between runs: dynamic programming over how many runs are cut already.
+
+    A bundle costs `weight` times `each` and its prompt, beside its positions.
+    """
     num_shared = family.num_shared
     own = [lengths[i] - num_shared for i in family.rows]
     runs = _runs(own)
-    each = weight * ((_BUNDLE_POSITIONS if is_sharing else _PASS_POSITIONS) + num_shared)
+    each = weight * (each + num_shared)
     num_runs = len(runs) - 1
     cost, begin = [0.0] + [float("inf")] * num_runs, [0] * (num_runs + 1)
     for first in range(num_runs):
         width = own[runs[first]]
-        per_bundle = max(1, (max_positions - num_shared) // width)
+        per_bundle = _most_rows(width, num_shared, size, max_positions)
         for last in range(first + 1, num_runs + 1):
             num_rows = runs[last] - runs[first]
             found = cost[first] + width * num_rows + each * -(-num_rows // per_bundle)
@@ -138,7 +154,7 @@ def _cut(family: _Family, lengths: Sequence[int], max_positions: int, weight: fl
     last = num_runs
     while last:
         start, end = runs[begin[last]], runs[last]
-        per_bundle = max(1, (max_positions - num_shared) // own[start])
+        per_bundle = _most_rows(own[start], num_shared, size, max_positions)
         slices = _even(family.rows[start:end], per_bundle)
         bundles = [*(_bundle(rows, num_shared, lengths) for rows in slices), *bundles]
         last = begin[last]
@@ -169,7 +185,10 @@ def _even(rows: Sequence[int], per_pass: int) -> list[tuple[int, ...]]:
 
 
 def _packed(bundles: Sequence[Bundle], max_positions: int) -> list[tuple[Bundle, ...]]:
-    """Passes of about equal size: the largest bundle that is left goes to the emptiest pass (Graham, 1969)."""
+    """Passes of about equal size: the largest bundle that is left goes to the emptiest pass (Graham, 1969).
+
+    A bundle of more than `max_positions` is alone in a pass.
+    """
     num_passes = -(-sum(bundle.num_positions for bundle in bundles) // max_positions)
     num_passes += num_passes % 2 if num_passes > 1 else 0
     order = sorted(range(len(bundles)), key=lambda i: (-bundles[i].num_positions, i))
@@ -180,9 +199,10 @@ def _packed(bundles: Sequence[Bundle], max_positions: int) -> list[tuple[Bundle,
             size, number = heapq.heappop(sizes)
             passes[number].append(index)
             heapq.heappush(sizes, (size + bundles[index].num_positions, number))
-        if num_passes >= len(bundles) or max(sizes, default=(0, 0))[0] <= max_positions:
+        if all(found <= max_positions or len(passes[number]) == 1 for found, number in sizes):
             return [tuple(bundles[i] for i in sorted(members)) for members in passes]
-        num_passes += 1
+        # One by one would take half a minute where thousands of bundles are just too large for two in a pass.
+        num_passes += max(1, num_passes // 16)
 
 
 def collate(rows: Sequence[Row], advantages: Sequence[float], bundles: tuple[Bundle, ...]) -> MicroBatch:

@@ -131,6 +131,32 @@ def test_prompts_of_rows_too_long_for_a_mask_in_memory_are_not_shared() -> None:
     assert {b.num_shared for bundles in plan(rows, 8192, is_sharing=True) for b in bundles} == {0}
 
 
+@pytest.mark.parametrize(("length", "num_prompt", "num_bundles"), [(1250, 1200, 1), (1100, 900, 4), (4050, 4001, 2)])
+def test_a_prompt_longer_than_a_fast_pass_is_shared_as_far_as_the_budget_goes(
+    length: int, num_prompt: int, num_bundles: int
+) -> None:
+    rows = [make_row(length, prompt=range(num_prompt)) for _ in range(8)]
+    passes = plan(rows, 16384, is_sharing=True)
+    assert [[bundle.num_shared for bundle in bundles] for bundles in passes] == [[num_prompt - 1]] * num_bundles
+    assert {b.num_shared for bundles in plan(rows, length, is_sharing=True) for b in bundles} == {0}
+
+
+def test_keys_of_a_long_prompt_are_not_copied_for_more_rows_than_the_budget_takes_whole() -> None:
+    rows = [make_row(2002, prompt=range(2000)) for _ in range(100)]
+    bundles = [bundle for bundles in plan(rows, 16384, is_sharing=True) for bundle in bundles]
+    assert max(len(bundle.rows) for bundle in bundles) == 8
+
+
+def test_one_long_row_leaves_the_passes_of_the_others_as_they_are() -> None:
+    rows = [make_row(60, prompt=range(group, group + 30)) for group in range(64) for _ in range(8)]
+    passes = plan([*rows, make_row(1500)], 8192, is_sharing=True)
+    assert len(passes) - len(plan(rows, 8192, is_sharing=True)) <= 3
+
+
+def test_thousands_of_rows_of_which_no_two_fit_into_a_pass_are_planned_quickly() -> None:
+    assert len(plan(rows_of([520] * 5000), 16384, is_sharing=True)) == 5000
+
+
 @pytest.mark.parametrize(("num_rows", "expected"), [(10, 1), (20, 2), (64, 6), (90, 8)])
 def test_passes_come_out_even_in_number_and_size(num_rows: int, expected: int) -> None:
     """So that two or four threads are done at about the same time."""
