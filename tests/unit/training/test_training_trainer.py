@@ -1,4 +1,5 @@
 import copy
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,12 +15,16 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -459,6 +464,41 @@ def test_a_model_with_an_attention_of_its_own_gets_whole_rows() -> None:
     plain = [eager(input_ids=torch.tensor([rows[i].token_ids])).logits[0] for i in range(4)]
     expected_nv = torch.stack([plain[i][t - 1] for i, t in zip(batch.rows_n, batch.positions_n, strict=True)])
     torch.testing.assert_close(policy.logits(batch), expected_nv, rtol=1e-5, atol=1e-5)
+
+
+def test_float_noise_of_sharp_logits_is_no_reason_to_compute_prompts_anew() -> None:
+    """Trained models have such logits: some are near 0, with the noise of the large ones."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    assert Policy(model).is_sharing
+
+
+def test_a_window_shorter_than_the_check_is_seen() -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = MistralForCausalLM(MistralConfig(**shape, num_attention_heads=2, num_key_value_heads=2, sliding_window=8))
+    assert not Policy(model).is_sharing
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_fails_with_another_attention_function_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Sparse attention counts on a mask that transformers makes for its own functions only."""
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    experts = {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+    sizes = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    index = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
+    config = DeepseekV32Config(**shape, **experts, **heads, **sizes, **index, topk_group=1, first_k_dense_replace=1)
+    with caplog.at_level(logging.WARNING):
+        policy = Policy(DeepseekV32ForCausalLM(config))
+    assert not policy.is_sharing
+    assert policy.model.config._attn_implementation == "sdpa"
+    assert "prompts are computed once a row" in caplog.text
 
 
 def test_how_attention_is_computed_stays_out_of_the_exported_model(tiny_model: Path, tmp_path: Path) -> None:
