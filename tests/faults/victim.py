@@ -159,10 +159,12 @@ class Victim:
         if code == 2 and self.num_resumed and "has succeeded" in err:
             # The control process was killed in the instant between the end of its run and its own.
             command = [sys.executable, "-m", "turnmill", "status", self.run_id, "--root", str(self.root), "--json"]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        elif code != 0:
+            status = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            figures: dict[str, Any] = json.loads(status)["summary"]
+            return figures
+        if code != 0:
             raise Defect(f"run {self.run_id} ended with exit code {code}:\n{err[-3000:]}")
-        figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+        figures = json.loads(out.splitlines()[-1])
         return figures
 
 
