@@ -8,6 +8,7 @@ from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.show import runs, status, watch
+from turnmill.cli.up import up, upload
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,5 +17,5 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, run, resume, evaluate, runs, status, watch, data, role):
+for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, data, role):
     turnmill.add_command(command)

@@ -16,6 +16,7 @@ from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "cyan", "done": "green", "failed": "red"}
 RUN_STYLES = {
+    RunStatus.QUEUED: "blue",
     RunStatus.ACTIVE: "cyan",
     RunStatus.SUCCEEDED: "green",
     RunStatus.FAILED: "red",

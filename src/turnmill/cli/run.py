@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from turnmill.cli import render
 from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say, show
-from turnmill.config import Resolved, base_model_of, from_dict, load_config, to_dict
+from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.errors import InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
-from turnmill.wiring.control import Order, check_order, execute
+from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.resume import resume as resume_run
 
@@ -30,13 +30,6 @@ data_file = click.Path(path_type=Path)
 # How conversations go, for a model that was trained so. The token budget bounds their length.
 PLAYED = ("env", "env_args", "max_length", "max_new_tokens", "micro_batch_tokens", "temperature", "success_threshold")
 figures_option = json_option("Print the figures of the run as one object; all else goes to standard error.")
-
-
-def resolve(config_file: Path | None, flags: Mapping[str, object]) -> Resolved:
-    """All layers of the configuration, the recipe beside the chosen base model included."""
-    base_model = base_model_of(file=config_file, environ=os.environ, flags=flags)
-    recipe = assets.model_folder(base_model) / "recipe.toml"
-    return load_config(recipe=recipe if recipe.is_file() else None, file=config_file, environ=os.environ, flags=flags)
 
 
 @click.command(cls=CommandWithParameters, epilog=EPILOG)
@@ -49,7 +42,7 @@ def run(
     data_path: Path, eval_data: Path | None, config_file: Path | None, root: Path, as_json: bool, **flags: object
 ) -> None:
     """Train on a file of tasks, in the foreground."""
-    resolved = resolve(config_file, collect_flags(flags))
+    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
     _start(root, Order(kind=RunKind.TRAIN, resolved=resolved, data=data_path, eval_data=eval_data), as_json)
 
 
@@ -59,7 +52,7 @@ def run(
 @config_options()
 def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
     """Train the shipped tiny model on Wordle and evaluate it on held-out words: minutes on a laptop CPU."""
-    resolved = resolve(config_file, collect_flags(flags))
+    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
     order = Order(
         kind=RunKind.TRAIN,
         resolved=resolved,
@@ -83,7 +76,7 @@ def evaluate(
     What was set for the run about its environment and the length of its conversations holds here too, unless set anew.
     """
     model, trained_by = _model_of(root, target)
-    resolved = resolve(config_file, {**collect_flags(flags), "base_model": model})
+    resolved = resolve(file=config_file, environ=os.environ, flags={**collect_flags(flags), "base_model": model})
     if trained_by is not None:
         resolved = as_played(resolved, trained_by)
     _start(root, Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path), as_json)
@@ -190,10 +183,10 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
             raise
 
     with ExitStack() as stack:
-        stack.enter_context(_signals(cancel, console))
+        stack.enter_context(on_signals(cancel, console))
 
         def created(run: Run) -> None:
-            stack.enter_context(_control_log(root / "runs" / run.run_id / "logs" / "control.log"))
+            stack.enter_context(control_log(root / "runs" / run.run_id / "logs" / "control.log"))
             stack.enter_context(WarningsShown(console))
             views.append(asyncio.create_task(view(run), name="view"))
 
@@ -208,7 +201,7 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
 
 
 @contextmanager
-def _signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
+def on_signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a lost terminal end the run in order; the default would leave its record as active."""
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -232,7 +225,7 @@ def _signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _control_log(path: Path) -> Iterator[None]:
+def control_log(path: Path) -> Iterator[None]:
     """Logs of this process go to a file of the run, like those of its other roles; the screen belongs to the view."""
     logger = logging.getLogger()
     handlers, level = list(logger.handlers), logger.level

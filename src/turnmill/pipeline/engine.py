@@ -75,9 +75,16 @@ async def _stored_run(store: RecordStore, run_id: str) -> Stored:
 
 
 async def walk(
-    ctx: StageContext, stages: Sequence[Stage], record: RunRecord, cancel: asyncio.Event
+    ctx: StageContext,
+    stages: Sequence[Stage],
+    record: RunRecord,
+    cancel: asyncio.Event,
+    *,
+    when_cancelled: RunStatus = RunStatus.CANCELLED,
 ) -> tuple[Run, TurnmillError | None]:
     """Walk the table to its end; the run record is final afterwards. Returns it with what went wrong, if anything.
+
+    `when_cancelled` is the status that cancelling leads to: a run that goes on later waits for its turn again.
 
     An error that is not a `TurnmillError` is a defect: Teardown runs, then it is raised.
     """
@@ -98,11 +105,12 @@ async def walk(
             logger.exception("stage %s hit a defect", stage.name, extra={"at": record.run.run_id})
             defect = defect or error
     if isinstance(failure, Cancelled):
-        status = RunStatus.CANCELLED
+        status = when_cancelled
     else:
         status = RunStatus.FAILED if failure or defect else RunStatus.SUCCEEDED
-    error_text = str(failure or defect) if failure or defect else None
-    await record.save(replace(record.run, status=status, ended_at=time.time(), error=error_text))
+    error_text = str(failure or defect) if (failure or defect) and status.is_final else None
+    ended_at = time.time() if status.is_final else None
+    await record.save(replace(record.run, status=status, ended_at=ended_at, error=error_text))
     if defect is not None:
         raise defect
     return record.run, failure

@@ -54,6 +54,7 @@ from turnmill.records.training import (
     WeightVersion,
     WorkerStatus,
 )
+from turnmill.records.uploads import Cause, Upload
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -61,6 +62,7 @@ __all__ = [
     "Batch",
     "BatchState",
     "Call",
+    "Cause",
     "DeadSample",
     "DropReason",
     "FinishReason",
@@ -85,6 +87,7 @@ __all__ = [
     "StopReason",
     "Task",
     "TrainingStatus",
+    "Upload",
     "Version",
     "WeightVersion",
     "WorkerStatus",

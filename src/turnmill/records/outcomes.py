@@ -61,6 +61,8 @@ class StopReason(StrEnum):
 class RunStatus(StrEnum):
     """Where a run is."""
 
+    # Made by an upload, and waiting for its turn.
+    QUEUED = "queued"
     ACTIVE = "active"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -70,7 +72,7 @@ class RunStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self is not RunStatus.ACTIVE
+        return self not in (RunStatus.QUEUED, RunStatus.ACTIVE)
 
 
 class RunKind(StrEnum):

@@ -39,6 +39,8 @@ class Run:
     sources: dict[str, str]
     # None for an evaluation alone.
     data_path: str | None
+    # Key of the upload that it is made of; None for one that was begun by hand, which nobody else goes on with.
+    upload: str | None = None
     eval_path: str | None = None
     ended_at: float | None = None
     error: str | None = None

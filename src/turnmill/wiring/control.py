@@ -9,16 +9,17 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from turnmill import assets
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
-from turnmill.config import Config, Resolved, to_dict
+from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.values import suggest
 from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
@@ -29,7 +30,7 @@ from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, walk
 from turnmill.pipeline.stages import StageContext, stages_of
 from turnmill.ports import RunPorts
-from turnmill.records import Purpose, Run, RunKind, RunStatus, Task
+from turnmill.records import Purpose, Run, RunKind, RunStatus
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.wiring import variables
 from turnmill.wiring.reading import began
@@ -70,18 +71,21 @@ def check_order(order: Order) -> None:
     environment = load(order.resolved.config.env, order.resolved.config.env_args)
     for path in (order.data, order.eval_data):
         if path is not None:
-            for task in read_tasks(path):
-                _check_task(environment, task, path)
+            _check_tasks(environment, path)
 
 
-def _check_task(environment: Environment, task: Task, path: Path) -> None:
-    try:
-        environment.validate(task)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+def resolve(
+    *, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object], sidecar: Path | None = None
+) -> Resolved:
+    """All layers of the configuration, the recipe beside the chosen base model included; raises `ConfigError`."""
+    base_model = base_model_of(file=file, environ=environ, flags=flags, sidecar=sidecar)
+    recipe = assets.model_folder(base_model) / "recipe.toml"
+    return load_config(
+        recipe=recipe if recipe.is_file() else None, file=file, environ=environ, sidecar=sidecar, flags=flags
+    )
 
 
-def _with_absolute_model(config: Config) -> Config:
+def with_absolute_model(config: Config) -> Config:
     """The run may be looked at, resumed or evaluated from another working directory."""
     if config.base_model in assets.shipped_models():
         return config
@@ -96,7 +100,7 @@ async def execute(
     Returns the final run record and what went wrong. `created` is told the run as soon as it exists.
     """
     token = new_token()
-    config = _with_absolute_model(order.resolved.config)
+    config = with_absolute_model(order.resolved.config)
     run = Run(
         run_id=new_run_id(),
         cause=f"cli/{secrets.token_hex(8)}",
@@ -117,6 +121,32 @@ async def execute(
         created(run)
         async with open_control(root, run, config, token) as ctx:
             return await walk(ctx, stages_of(run.kind), record, cancel)
+    finally:
+        runs.close()
+
+
+async def begin(
+    root: Path, run_id: str, *, cancel: asyncio.Event, when_cancelled: RunStatus
+) -> tuple[Run, TurnmillError | None]:
+    """Run a queued run for the first time, as `execute` does with an order; what is wrong with it makes it a failure.
+
+    Raises `Conflict` when somebody else begins it at the same moment.
+    """
+    runs = open_root_records(root)
+    try:
+        record = await RunRecord.open(runs, run_id)
+        run, config = record.run, from_dict(record.run.config)
+        try:
+            resolved = Resolved(config=config, sources=run.sources)
+            check_order(Order(kind=run.kind, resolved=resolved, data=None, eval_data=None))
+        except InvalidInput as error:
+            await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
+            return record.run, error
+        token = new_token()
+        active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
+        await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
+        async with open_control(root, record.run, config, token) as ctx:
+            return await walk(ctx, stages_of(run.kind), record, cancel, when_cancelled=when_cancelled)
     finally:
         runs.close()
 
@@ -154,7 +184,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     ports=ports,
                     launcher=launcher,
                     evaluations=evaluations,
-                    validate=_validate,
+                    validate=partial(_validate, config),
                     worker_env=worker_env,
                     check=sessions.check,
                 )
@@ -165,11 +195,21 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
         ports.close()
 
 
-async def _validate(path: Path) -> dict[str, Any]:
+async def _validate(config: Config, path: Path) -> dict[str, Any]:
     report = await asyncio.to_thread(validate, path)
     if not report.ok:
         raise DataError(report.summary())
+    await asyncio.to_thread(_check_tasks, load(config.env, config.env_args), path)
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
+
+
+def _check_tasks(environment: Environment, path: Path) -> None:
+    """Raise `DataError` for the first task that the environment can't play."""
+    for task in read_tasks(path):
+        try:
+            environment.validate(task)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
 
 
 def _player(ports: RunPorts, run: Run, config: Config) -> Callable[[str, Path], Coroutine[Any, Any, Evaluation]]:

@@ -29,12 +29,19 @@ ORPHANS_PATIENCE_S = 60.0
 
 
 async def resume(
-    root: Path, run_id: str, *, from_step: int | None, cancel: asyncio.Event, created: Callable[[Run], None]
+    root: Path,
+    run_id: str,
+    *,
+    from_step: int | None,
+    cancel: asyncio.Event,
+    created: Callable[[Run], None],
+    when_cancelled: RunStatus = RunStatus.CANCELLED,
 ) -> tuple[Run, TurnmillError | None]:
     """Take a failed, cancelled or interrupted run to its end, as `control.execute` does with a new one.
 
     With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
     `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
+    `when_cancelled`: see `pipeline.engine.walk`.
     """
     runs = open_root_records(root)
     try:
@@ -53,7 +60,7 @@ async def resume(
         finally:
             ports.close()
         async with open_control(root, record.run, config, token) as ctx:
-            return await walk(ctx, stages_of(run.kind), record, cancel)
+            return await walk(ctx, stages_of(run.kind), record, cancel, when_cancelled=when_cancelled)
     finally:
         runs.close()
 

@@ -1,5 +1,6 @@
 """The embedded backend: everything in one folder of this machine, in files, SQLite and child processes.
 
+    ROOT/bucket/training-data/           what is uploaded
     ROOT/records/                        the deployment's records
     ROOT/runs/<run>/records/<kind>.db    the run's records
                     queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it.
@@ -16,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.blobs import FolderBlobStore
+from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.files import process_lives
 from turnmill.backends.embedded.launcher import ProcessLauncher
-from turnmill.backends.embedded.locks import wait_until_gone
+from turnmill.backends.embedded.locks import only_one, wait_until_gone
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.outbox import SqliteOutbox
 from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
@@ -30,7 +32,16 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
 from turnmill.ports import RunPorts
 
-__all__ = ["ProcessLauncher", "open_root_records", "open_run", "process_lives", "wait_until_gone"]
+__all__ = [
+    "FolderBucket",
+    "ProcessLauncher",
+    "only_one",
+    "open_bucket",
+    "open_root_records",
+    "open_run",
+    "process_lives",
+    "wait_until_gone",
+]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -38,6 +49,11 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 def open_root_records(root: Path) -> SqliteRecordStore:
     """The deployment's records (`runs/...`); close it."""
     return SqliteRecordStore(root.absolute() / "records")
+
+
+def open_bucket(root: Path) -> FolderBucket:
+    """Where a deployment's uploads lie."""
+    return FolderBucket(root.absolute() / "bucket")
 
 
 def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:

@@ -9,10 +9,12 @@ import asyncio
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from turnmill.backends.embedded.files import disk
-from turnmill.errors import BackendUnavailable
+from turnmill.errors import BackendUnavailable, Conflict
 
 _SUFFIX = ".lock"
 _INTERVAL_S = 0.05
@@ -35,6 +37,24 @@ async def take_lock(path: Path, patience_s: float) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def only_one(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock for the duration; raises `Conflict` naming `what` where another process holds it."""
+    with disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"{what} (pid {os.pread(fd, 20, 0).decode(errors='replace').strip()})") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
 
 
 async def wait_until_gone(root: Path, run_id: str, patience_s: float) -> None:

@@ -1,0 +1,264 @@
+"""A bucket that is a folder: people and programs copy files into it, and each finished one is told once.
+
+    file system events -> look at the folder -> wait until nobody writes a file any more -> Upload
+
+Events only say that it is time to look: what lies in the folder is the truth, so that lost, doubled and reordered
+events change nothing, and files that came while nobody looked are found. A file is finished when it has not changed for
+`settle_s` and no process holds it open for writing (Linux tells; elsewhere the first must do).
+"""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import stat
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from watchfiles import awatch
+
+from turnmill.backends.embedded.files import aside_in, disk, sync
+from turnmill.errors import Conflict, InvalidInput
+from turnmill.records import Upload
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".jsonl"
+SIDECAR_SUFFIX = ".config.toml"
+# Where tasks lie within the bucket.
+TRAINING_DATA = "training-data"
+# How long nothing may have changed.
+SETTLE_S = 0.5
+# How often the folder is looked at without an event: events may be lost when thousands come at once.
+LOOK_S = 10.0
+# Without events, because the system gives no more watches.
+POLL_S = 1.0
+# Endings of what editors, browsers and copying programs leave while they work.
+_TEMPORARY = ("~", ".tmp", ".temp", ".swp", ".swx", ".swo", ".bak", ".part", ".partial", ".crdownload", ".filepart")
+_VIM_PROBE = "4913"
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """A file as it was when it was looked at last."""
+
+    version: str
+    # By the monotonic clock: since when it has this version.
+    since: float
+    is_told: bool = False
+
+
+class FolderBucket:
+    """`folder` is the bucket; only what lies below its `training-data/` is looked at."""
+
+    def __init__(self, folder: Path, *, settle_s: float = SETTLE_S) -> None:
+        self.name = folder.name
+        self.folder = folder.absolute() / TRAINING_DATA
+        self._settle_s = settle_s
+        self._seen: dict[str, _Seen] = {}
+
+    # ------------------------------------------------------------ looking
+
+    async def watch(self, stop: asyncio.Event) -> AsyncIterator[list[Upload]]:
+        """What is finished, each version of a file once, until `stop`; what lies there already comes first."""
+        with disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        changed = asyncio.Event()
+        waking = asyncio.create_task(self._wake(changed, stop), name="bucket events")
+        stopped = asyncio.create_task(stop.wait(), name="bucket stop")
+        try:
+            while not stop.is_set():
+                changed.clear()
+                finished, is_waiting = await asyncio.to_thread(self.look)
+                if finished:
+                    yield finished
+                timeout = self._settle_s / 2 if is_waiting else POLL_S if waking.done() else LOOK_S
+                event = asyncio.create_task(changed.wait(), name="bucket changed")
+                await asyncio.wait({event, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                event.cancel()
+        finally:
+            for task in (waking, stopped):
+                task.cancel()
+            await asyncio.gather(waking, stopped, return_exceptions=True)
+
+    async def _wake(self, changed: asyncio.Event, stop: asyncio.Event) -> None:
+        """Set `changed` at each event; returns where the system gives no events (any more)."""
+        try:
+            async for _ in awatch(self.folder, watch_filter=None, debounce=100, step=20, stop_event=stop):
+                changed.set()
+        except (OSError, RuntimeError) as error:
+            # Out of watches, a file system without them, or the folder is gone: then looking must do.
+            logger.warning("no events from %s (%s): it is looked at every %.0f s", self.folder, error, POLL_S)
+
+    def look(self) -> tuple[list[Upload], bool]:
+        """(finished files that were not told yet, whether others are still being written); blocks for a moment."""
+        finished: list[Upload] = []
+        is_waiting = False
+        seen: dict[str, _Seen] = {}
+        for key, path, status in _files(self.folder):
+            version = _version_of(status)
+            known = self._seen.get(key)
+            if known is None or known.version != version:
+                known = _Seen(version=version, since=time.monotonic())
+            seen[key] = known
+            if known.is_told:
+                continue
+            if not self._is_finished(path, status, known):
+                is_waiting = True
+                continue
+            known.is_told = True
+            finished.append(
+                Upload(
+                    bucket=self.name,
+                    # A name that is no text is told in the form in which it can be shown.
+                    key=os.fsencode(key).decode("utf-8", "backslashreplace"),
+                    version=version,
+                    num_bytes=status.st_size,
+                    ignored=_why_ignored(key, status),
+                )
+            )
+        self._seen = seen
+        return finished, is_waiting
+
+    def forget(self, upload: Upload) -> None:
+        """Tell it again: what it was meant for could not be done."""
+        self._seen.pop(upload.key, None)
+
+    def _is_finished(self, path: Path, status: os.stat_result, seen: _Seen) -> bool:
+        quiet_s = time.monotonic() - seen.since
+        # It lay there before: what was written long ago need not be watched first. Not with a date in the future.
+        age_s = time.time() - max(status.st_mtime, status.st_ctime)
+        if max(quiet_s, age_s) < self._settle_s:
+            return False
+        return not (stat.S_ISREG(status.st_mode) and _is_being_written(path))
+
+    # ------------------------------------------------------------ reading and writing
+
+    def sidecar_of(self, upload: Upload) -> Path | None:
+        """The file with parameters for this upload alone, if there is one."""
+        path = self.folder / (upload.key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
+        return path if path.is_file() else None
+
+    def fetch(self, upload: Upload, target: Path) -> None:
+        """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
+        source = self.folder / upload.key
+        with disk(source), source.open("rb") as file:
+            before = _version_of(os.fstat(file.fileno()))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside = aside_in(target.parent)
+            try:
+                with aside.open("xb") as copy:
+                    shutil.copyfileobj(file, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                if {before, _version_of(os.fstat(file.fileno()))} != {upload.version}:
+                    raise Conflict(
+                        f"{upload.key} was changed while it was taken; its new content is an upload of its own"
+                    )
+                os.replace(aside, target)
+            finally:
+                aside.unlink(missing_ok=True)
+        sync(target.parent)
+
+    def put(self, source: Path, key: str, *, sidecar: Path | None = None) -> Path:
+        """Upload a file under `key`, whole or not at all, its sidecar first; raises `InvalidInput` or `NotFound`."""
+        if source.is_dir():
+            raise InvalidInput(f"{source} is a folder; upload one {SUFFIX} file at a time")
+        target = self.folder / key
+        if not key.endswith(SUFFIX) or os.path.normpath(key) != key or key.startswith(("/", "..")):
+            raise InvalidInput(f"{key!r} can't be the name of an upload: use NAME{SUFFIX} or FOLDER/NAME{SUFFIX}")
+        if any(_is_temporary(part) for part in key.split("/")):
+            raise InvalidInput(f"{key!r} looks like a temporary file and would be ignored")
+        with disk(source), source.open("rb"):
+            pass
+        if sidecar is not None:
+            with disk(sidecar):
+                self._place(sidecar, self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX))
+        self._place(source, target)
+        return target
+
+    def _place(self, source: Path, target: Path) -> None:
+        with disk(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside = aside_in(target.parent)
+            try:
+                shutil.copyfile(source, aside)
+                sync(aside)
+                os.replace(aside, target)
+            finally:
+                aside.unlink(missing_ok=True)
+            sync(target.parent)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Everything below that is meant to be looked at, as (key, path, status of the file itself, links not followed)."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _is_temporary(name))
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        for name in sorted([*names, *links]):
+            if _is_temporary(name) or name.endswith(SIDECAR_SUFFIX):
+                continue
+            path = Path(parent, name)
+            with suppress(FileNotFoundError):
+                yield path.relative_to(folder).as_posix(), path, path.lstat()
+
+
+def _is_temporary(name: str) -> bool:
+    """What editors, file managers and copying programs make for themselves."""
+    is_backup = name.startswith("#") and name.endswith("#")
+    return name.startswith(".") or is_backup or name == _VIM_PROBE or name.lower().endswith(_TEMPORARY)
+
+
+def _why_ignored(key: str, status: os.stat_result) -> str | None:
+    if stat.S_ISLNK(status.st_mode):
+        return "it is a link, and links are not followed: copy the file itself"
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no regular file"
+    if not key.isascii() and os.fsencode(key).decode("utf-8", "replace") != key:
+        return "its name is no valid UTF-8"
+    if not key.endswith(SUFFIX):
+        return f"only {SUFFIX} files are trained on; parameters for one go into NAME{SIDECAR_SUFFIX}"
+    return None
+
+
+def _version_of(status: os.stat_result) -> str:
+    return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether some process holds the file open for writing, as far as the system tells.
+
+    Linux grants a read lease on a file exactly when nobody has it open for writing; it is given back at once.
+    """
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    try:
+        with _opened(path) as fd:
+            # Should somebody open it for writing in this very moment, the signal must be one that is ignored.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        # Anything else: somebody else's file, or a file system without leases.
+        return error.errno == errno.EAGAIN
+    return False
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,67 @@
+"""`turnmill up` and `turnmill upload`: tasks that are put into a folder train by themselves."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import click
+
+from turnmill.backends.embedded import open_bucket
+from turnmill.cli import render
+from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
+from turnmill.cli.run import control_log, data_file, on_signals
+from turnmill.cli.show import DEFAULT_ROOT, json_option, root_option
+from turnmill.cli.view import PlainConsole, WarningsShown, say
+from turnmill.wiring.deployment import Deployment, Layers, News
+from turnmill.wiring.event_loop import run_loop
+
+
+@click.command(cls=CommandWithParameters, epilog=EPILOG, short_help="Train on whatever is uploaded.")
+@click.option(
+    "--max-parallel-runs", type=click.IntRange(1, 64), default=1, show_default=True, help="Runs at the same time."
+)
+@root_option
+@json_option("Print one object for each thing that happens.")
+@config_options()
+def up(max_parallel_runs: int, config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
+    """Watch ROOT/bucket/training-data and train on each .jsonl file that is put there, until Ctrl-C.
+
+    Parameters given here hold for all uploads; NAME.config.toml beside NAME.jsonl, put there first, overrides them for
+    that upload. Runs that are stopped or killed go on when the command is started again.
+    """
+    layers = Layers(file=config_file, environ=os.environ, flags=collect_flags(flags))
+    run_loop(_serve(root, layers, max_parallel_runs, as_json))
+
+
+async def _serve(root: Path, layers: Layers, max_parallel_runs: int, as_json: bool) -> None:
+    console = PlainConsole(stderr=as_json)
+    stop = asyncio.Event()
+
+    def tell(news: News) -> None:
+        if as_json:
+            summary = render.summary(news.run, []) if news.run else None
+            click.echo(json.dumps({"text": news.text, "run": summary}))
+        else:
+            say(console, news.text)
+
+    deployment = Deployment(root, layers, max_parallel_runs=max_parallel_runs, tell=tell)
+
+    def ready() -> None:
+        say(console, f"put .jsonl files into {deployment.folder} (Ctrl-C ends this; runs go on next time)")
+
+    with on_signals(stop, console), control_log(root / "logs" / "control.log"), WarningsShown(console):
+        await deployment.up(stop, ready)
+
+
+@click.command(short_help="Put a file of tasks where `turnmill up` finds it.")
+@click.argument("file", type=data_file)
+@click.option("--name", metavar="KEY", help="Name in the bucket, with folders if wanted; the file's name by default.")
+@click.option("--config", "sidecar", type=data_file, help="Parameters for this upload alone (.toml).")
+@root_option
+def upload(file: Path, name: str | None, sidecar: Path | None, root: Path) -> None:
+    """Copy FILE into the deployment's bucket, whole or not at all; a run is made of it if `turnmill up` runs or when it
+    is started."""
+    target = open_bucket(root).put(file, name or file.name, sidecar=sidecar)
+    at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
+    click.echo(f"uploaded {target}; `turnmill runs{at_root}` shows the run that it becomes")

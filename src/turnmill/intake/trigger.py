@@ -1,0 +1,89 @@
+"""From uploads to runs: at most one run a cause, whatever is told twice, late, or cut short by a kill.
+
+    Upload -> Cause (compare-and-set: the first one wins) -> Run(QUEUED)
+
+The cause is written before its run and names it. Whoever finds a cause without its run (somebody was killed in between)
+makes that run; whoever finds both is told which run it was.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from turnmill.errors import Conflict, NotFound
+from turnmill.ports import RecordStore, Write
+from turnmill.records import Cause, Run, Upload, decode, encode, run_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What became of an upload."""
+
+    upload: Upload
+    # None where it was ignored.
+    run_id: str | None
+    # Whether it was told for the first time.
+    is_new: bool
+
+
+class Intake:
+    """Makes the runs of uploads; `plan` says what the run of one is, under the given id.
+
+    `plan` may be asked again after a kill and find its own traces. With `Conflict` or `NotFound` it says that the
+    content is gone, and then there is no run; with anything else that it should be asked again later.
+    """
+
+    def __init__(
+        self,
+        runs: RecordStore,
+        *,
+        new_run_id: Callable[[], str],
+        plan: Callable[[Upload, str], Awaitable[Run]],
+    ) -> None:
+        self._runs = runs
+        self._new_run_id = new_run_id
+        self._plan = plan
+
+    async def take(self, upload: Upload) -> Taken:
+        """The run of this upload, made if there is none yet."""
+        wanted = Cause(
+            cause=upload.cause,
+            bucket=upload.bucket,
+            created_at=time.time(),
+            run_id=None if upload.ignored else self._new_run_id(),
+            ignored=upload.ignored,
+        )
+        cause = await self._claim(wanted)
+        is_new = cause == wanted
+        if cause.run_id is None:
+            if is_new:
+                logger.warning("ignored upload %s: %s", upload.key, cause.ignored)
+            return Taken(upload=upload, run_id=None, is_new=is_new)
+        (stored,) = await self._runs.get([run_key(cause.run_id)])
+        if stored is not None:
+            return Taken(upload=upload, run_id=cause.run_id, is_new=False)
+        try:
+            run = await self._plan(upload, cause.run_id)
+        except (Conflict, NotFound) as error:
+            # Its content is not there any more, and will not come back under this version.
+            logger.warning("ignored upload %s: %s", upload.key, error)
+            given_up = replace(cause, run_id=None, ignored=str(error))
+            await self._runs.write([Write(key=cause.key, value=encode(given_up), expected=None)])
+            return Taken(upload=upload, run_id=None, is_new=True)
+        (is_made,) = await self._runs.write([Write(key=run.key, value=encode(run), expected=0)])
+        if is_made:
+            logger.info("upload %s: run %s is %s", upload.key, run.run_id, run.status)
+        return Taken(upload=upload, run_id=cause.run_id, is_new=is_made)
+
+    async def _claim(self, wanted: Cause) -> Cause:
+        """What is recorded about the cause: `wanted`, unless somebody was first."""
+        (is_first,) = await self._runs.write([Write(key=wanted.key, value=encode(wanted), expected=0)])
+        if is_first:
+            return wanted
+        (stored,) = await self._runs.get([wanted.key])
+        if stored is None:
+            raise AssertionError(f"the cause {wanted.cause} was there and is gone: causes are never removed")
+        return decode(stored.value, Cause)

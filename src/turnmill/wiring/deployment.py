@@ -1,0 +1,215 @@
+"""The control role of a deployment: what is uploaded becomes runs, and runs that wait get their turn.
+
+    bucket -> Intake -> Run(QUEUED) -> a slot -> `control.begin` or `resume` -> Run(final)
+
+Tasks:
+    uploads: consumes the bucket's uploads; waits for events; unblocked by one or by `stop`; produces queued runs.
+    runs: consumes queued runs, and those that an earlier control process left; waits for a run or for a slot;
+        unblocked by either or by `stop`; produces one task a run.
+Nothing is remembered here: what was going on when the process was killed is found in the records by the next one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from turnmill.backends.embedded import FolderBucket, only_one, open_bucket, open_root_records
+from turnmill.config import Resolved, to_dict
+from turnmill.errors import BackendUnavailable, ConfigError, Conflict, TurnmillError
+from turnmill.intake.trigger import Intake
+from turnmill.pipeline.engine import RunRecord
+from turnmill.records import Run, RunStatus, Upload
+from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.reading import list_runs
+from turnmill.wiring.resume import resume
+
+logger = logging.getLogger(__name__)
+
+# How long a run waits that could not be begun because something is busy.
+_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The configuration that holds for all uploads; a sidecar is laid over it."""
+
+    file: Path | None
+    environ: Mapping[str, str]
+    flags: Mapping[str, object]
+
+    def resolve(self, sidecar: Path | None) -> Resolved:
+        """Raises `ConfigError`."""
+        return resolve(file=self.file, environ=self.environ, flags=self.flags, sidecar=sidecar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What happened, for people: an upload that was ignored, or a run that changed its status."""
+
+    text: str
+    run: Run | None = None
+
+
+class Deployment:
+    """Runs what is uploaded; `tell` is called for whatever people want to know."""
+
+    def __init__(self, root: Path, layers: Layers, *, max_parallel_runs: int, tell: Callable[[News], None]) -> None:
+        self._root = root
+        self._layers = layers
+        self._max_parallel_runs = max_parallel_runs
+        self._tell = tell
+        self._bucket: FolderBucket = open_bucket(root)
+        self._changed = asyncio.Event()
+        self._active: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Into which tasks are uploaded."""
+        return self._bucket.folder
+
+    async def up(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        """Serve until `stop`: runs that are active then wait for the next `up`, which goes on with them.
+
+        Raises `ConfigError` if the configuration is wrong without any sidecar, `Conflict` if the root is served.
+        """
+        self._layers.resolve(None)
+        with only_one(self._root / "locks" / "control.lock", f"{self._root} is served by another `turnmill up`"):
+            ready()
+            tasks = {
+                asyncio.create_task(self._take_uploads(stop), name="uploads"),
+                asyncio.create_task(self._run_waiting(stop), name="runs"),
+            }
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            finally:
+                # Both end by themselves when stopped; one that failed takes the other one with it.
+                stop.set()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ uploads
+
+    async def _take_uploads(self, stop: asyncio.Event) -> None:
+        runs = open_root_records(self._root)
+        intake = Intake(runs, new_run_id=new_run_id, plan=self._plan)
+        try:
+            async for uploads in self._bucket.watch(stop):
+                for upload in uploads:
+                    await self._take(intake, upload)
+                    if stop.is_set():
+                        break
+        finally:
+            runs.close()
+
+    async def _take(self, intake: Intake, upload: Upload) -> None:
+        try:
+            taken = await intake.take(upload)
+        except BackendUnavailable as error:
+            logger.error("upload %s can't be taken now: %s", upload.key, error)
+            self._bucket.forget(upload)
+            return
+        if taken.is_new and taken.run_id is None:
+            self._tell(News(text=f"ignored upload {upload.key}: {upload.ignored or 'it is gone or was changed'}"))
+        self._changed.set()
+
+    async def _plan(self, upload: Upload, run_id: str) -> Run:
+        """The run of an upload: its content is copied first, so that nothing changes under the run."""
+        data = self._root.absolute() / "runs" / run_id / "data" / upload.key.rpartition("/")[2]
+        await asyncio.to_thread(self._bucket.fetch, upload, data)
+        error: ConfigError | None = None
+        try:
+            resolved = self._layers.resolve(self._bucket.sidecar_of(upload))
+        except ConfigError as found:
+            error, resolved = found, self._layers.resolve(None)
+        run = Run(
+            run_id=run_id,
+            cause=upload.cause,
+            upload=upload.key,
+            status=RunStatus.FAILED if error else RunStatus.QUEUED,
+            created_at=time.time(),
+            ended_at=time.time() if error else None,
+            error=str(error) if error else None,
+            config=to_dict(with_absolute_model(resolved.config)),
+            sources=resolved.sources,
+            data_path=str(data),
+        )
+        self._tell(News(text=f"upload {upload.key}: run {run_id} {run.status}", run=run))
+        return run
+
+    # ------------------------------------------------------------ runs
+
+    async def _run_waiting(self, stop: asyncio.Event) -> None:
+        stopped = asyncio.create_task(stop.wait(), name="runs stop")
+        try:
+            while not stop.is_set():
+                self._changed.clear()
+                for run in await self._waiting():
+                    if len(self._active) < self._max_parallel_runs and run.run_id not in self._active:
+                        self._active[run.run_id] = asyncio.create_task(self._run(run, stop), name=f"run {run.run_id}")
+                changed = asyncio.create_task(self._changed.wait(), name="runs changed")
+                await asyncio.wait({stopped, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+        finally:
+            stopped.cancel()
+            await asyncio.gather(*self._active.values())
+
+    async def _waiting(self) -> list[Run]:
+        """Runs made of uploads that wait for their turn, or whose control process is gone, oldest first."""
+        states = (RunStatus.QUEUED, RunStatus.INTERRUPTED)
+        return [run for run in await list_runs(self._root) if run.upload is not None and run.status in states]
+
+    async def _run(self, run: Run, stop: asyncio.Event) -> None:
+        """One run from its turn to its end, or to `stop`. Whatever ends it, the deployment goes on."""
+        run_id = run.run_id
+        self._tell(News(text=f"run {run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
+        try:
+            if run.stages:
+                ended, error = await resume(
+                    self._root,
+                    run_id,
+                    from_step=None,
+                    cancel=stop,
+                    created=lambda _: None,
+                    when_cancelled=RunStatus.QUEUED,
+                )
+            else:
+                ended, error = await begin(self._root, run_id, cancel=stop, when_cancelled=RunStatus.QUEUED)
+            self._tell(News(text=f"run {run_id} {ended.status}" + (f": {error}" if error else ""), run=ended))
+        except BackendUnavailable as error:
+            logger.warning("run %s can't go on now: %s", run_id, error, extra={"at": run_id})
+            await _pause(stop, _AGAIN_S)
+        except TurnmillError as error:
+            await self._give_up(run_id, error)
+        except Exception as error:
+            # The supervision boundary of a run: a defect in one must not end the others.
+            logger.exception("run %s hit a defect", run_id, extra={"at": run_id})
+            await self._give_up(run_id, error)
+        finally:
+            self._active.pop(run_id, None)
+            self._changed.set()
+
+    async def _give_up(self, run_id: str, error: Exception) -> None:
+        """The run can't be begun or gone on with: it has failed, unless somebody else has it."""
+        runs = open_root_records(self._root)
+        try:
+            record = await RunRecord.open(runs, run_id)
+            if not record.run.status.is_final and not isinstance(error, Conflict):
+                text = str(error) or type(error).__name__
+                failed = replace(record.run, status=RunStatus.FAILED, ended_at=time.time(), error=text)
+                await record.save(failed)
+                self._tell(News(text=f"run {run_id} failed: {text}", run=failed))
+        finally:
+            runs.close()
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    """Wait, but no longer than until `stop`."""
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
