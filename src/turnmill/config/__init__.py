@@ -1,6 +1,6 @@
 """Every parameter of a run, in one typed place: names, defaults, ranges, and how layers of sources combine.
 
-    defaults < recipe.toml of the base model < TOML file < TURNMILL_* environment < sidecar < command line
+    defaults < recipe.toml of the base model < TOML file < TURNMILL_* environment < command line < sidecar
 
 Names and defaults are the reference system's where they make sense on open models (docs/reference/parameters.md).
 Import-light: no torch, no pydantic. A key is here only if some component reads it: add it to `parameters`, the

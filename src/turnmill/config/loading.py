@@ -202,9 +202,10 @@ def _collect(
     if file is not None:
         layers.add_file(file, file.name)
     layers.add_environment(environ)
-    if sidecar is not None:
-        layers.add_file(sidecar, f"sidecar {sidecar.name}")
     layers.add_flags(flags)
+    if sidecar is not None:
+        # Over the flags, which are those of the deployment: it is about one upload.
+        layers.add_file(sidecar, f"sidecar {sidecar.name}")
     return layers
 
 

@@ -38,7 +38,7 @@ def test_without_any_layer_each_value_is_its_default() -> None:
 
 
 def test_each_layer_overrides_the_ones_before_it_and_is_named_as_the_source(tmp_path: Path) -> None:
-    layers = ["recipe", "file", "environment", "sidecar", "flag"]
+    layers = ["recipe", "file", "environment", "flag", "sidecar"]
     keys = ["max_steps", "seed", "eval_rollouts", "torch_threads", "max_attempts"]
     files = {}
     # The key at index i is set by layer i and all layers before it.
@@ -50,15 +50,15 @@ def test_each_layer_overrides_the_ones_before_it_and_is_named_as_the_source(tmp_
         file=files["file"],
         environ={f"TURNMILL_{key.upper()}": "12" for key in keys[2:]},
         sidecar=files["sidecar"],
-        flags={"max_attempts": "14"},
+        flags=dict.fromkeys(keys[3:], "13"),
     )
     assert [getattr(resolved.config, key) for key in keys] == [10, 11, 12, 13, 14]
     assert [resolved.sources[key] for key in keys] == [
         "recipe.toml",
         "file.toml",
         "TURNMILL_EVAL_ROLLOUTS",
+        "--torch-threads",
         "sidecar sidecar.toml",
-        "--max-attempts",
     ]
 
 
@@ -198,8 +198,8 @@ def test_all_problems_of_all_layers_are_reported_together(tmp_path: Path) -> Non
         f"  max_stepz = 3 ({file}:2): no such parameter; did you mean max_steps?",
         f'  lr = "high" ({file}:4): must be a number greater than 0 and at most 1',
         '  TURNMILL_MAX_STEP = "3" (environment): no such parameter; did you mean TURNMILL_MAX_STEPS?',
-        f"  zzz = 1 ({sidecar}:1): no such parameter; `turnmill run --help` lists all parameters",
         '  lr_schedule = "cosin" (--lr-schedule): must be one of constant, linear, cosine; did you mean cosine?',
+        f"  zzz = 1 ({sidecar}:1): no such parameter; `turnmill run --help` lists all parameters",
         "  global_batch_size = 64 (default) must be a multiple of number_generation = 12 (--number-generation): "
         "a batch is made of whole groups; set global_batch_size to 60 or 72 as well",
     ]
