@@ -57,6 +57,10 @@ class Running:
         path = self.folder / "metrics.jsonl" if self.folder else None
         return len(path.read_text().splitlines()) if path and path.exists() else 0
 
+    def num_steps_of_any(self) -> int:
+        """Of all runs together."""
+        return sum(len(path.read_text().splitlines()) for path in self.root.glob("runs/*/metrics.jsonl"))
+
     def role_pid(self, name: str) -> int | None:
         """Pid of the role process of this name, a child of ours."""
         for line in Path("/proc").iterdir():

@@ -258,6 +258,8 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "run_id": run.run_id,
         "kind": run.kind.value,
         "status": run.status.value,
+        # Key of the upload that it was made of.
+        "upload": run.upload,
         "created_at": run.created_at,
         "seed": run.config.get("seed"),
         "steps": metrics[-1].step if metrics else 0,
