@@ -29,6 +29,14 @@ class Conflict(TurnmillError):
     """A compare-and-set lost: the record changed since it was read."""
 
 
+class Duplicate(TurnmillError):
+    """An upload has the content of another run, `run_id`, which is on its way or has succeeded: no failure."""
+
+    def __init__(self, run_id: str, message: str) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+
+
 class VersionConflict(Conflict):
     """A weight version was published before with other content."""
 

@@ -53,6 +53,9 @@ def test_uploads_train_by_themselves_and_bad_ones_say_why(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     with start_up(root) as running:
         wait_for("its end", lambda: has_status(root, "team/good.jsonl", "succeeded"), running.process)
+        # The same once more.
+        turnmill(root, "upload", str(assets.wordle_data("train")), "--name", "copy.jsonl", "--config", str(sidecar))
+        wait_for("the duplicate", lambda: has_status(root, "copy.jsonl", "duplicate"), running.process)
         again = turnmill(root, "up")
         assert again.returncode == 1 and f"(pid {running.process.pid})" in again.stderr
         running.process.send_signal(signal.SIGINT)
@@ -64,7 +67,9 @@ def test_uploads_train_by_themselves_and_bad_ones_say_why(tmp_path: Path) -> Non
         "team/good.jsonl": "succeeded",
         "bad.jsonl": "failed",
         "wrong.jsonl": "failed",
+        "copy.jsonl": "duplicate",
     }
+    assert runs["copy.jsonl"]["duplicate_of"] == runs["team/good.jsonl"]["run_id"]
     assert "bad.jsonl:1: metadata: is missing" in runs["bad.jsonl"]["error"]
     assert "lr = 5 (" in runs["wrong.jsonl"]["error"] and "wrong.config.toml:1" in runs["wrong.jsonl"]["error"]
     good = runs["team/good.jsonl"]
@@ -76,8 +81,11 @@ def test_uploads_train_by_themselves_and_bad_ones_say_why(tmp_path: Path) -> Non
 
 def test_a_killed_control_goes_on_with_its_run_and_a_stopped_one_with_those_that_wait(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    for name in ("first.jsonl", "second.jsonl"):
-        assert turnmill(root, "upload", str(assets.wordle_data("train")), "--name", name).returncode == 0
+    sidecar = tmp_path / "other.toml"
+    sidecar.write_text("seed = 1\n")
+    data = str(assets.wordle_data("train"))
+    assert turnmill(root, "upload", data, "--name", "first.jsonl").returncode == 0
+    assert turnmill(root, "upload", data, "--name", "second.jsonl", "--config", str(sidecar)).returncode == 0
     with start_up(root, max_steps="2") as running:
         wait_for("a step", running.num_steps_of_any, running.process)
         pids = running.children()

@@ -21,6 +21,7 @@ RUN_STYLES = {
     RunStatus.SUCCEEDED: "green",
     RunStatus.FAILED: "red",
     RunStatus.CANCELLED: "yellow",
+    RunStatus.DUPLICATE: "dim",
     RunStatus.INTERRUPTED: "red",
 }
 
@@ -260,6 +261,7 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "status": run.status.value,
         # Key of the upload that it was made of.
         "upload": run.upload,
+        "duplicate_of": run.duplicate_of,
         "created_at": run.created_at,
         "seed": run.config.get("seed"),
         "steps": metrics[-1].step if metrics else 0,

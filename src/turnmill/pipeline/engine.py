@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from turnmill.errors import Cancelled, Conflict, NotFound, StageFailed, TurnmillError
+from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageFailed, TurnmillError
 from turnmill.pipeline.stages import Done, Handle, Stage, StageContext
 from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_key
@@ -95,7 +95,7 @@ async def walk(
             continue
         try:
             await _walk_stage(ctx, stage, record, asyncio.Event() if stage.always else cancel)
-        except Cancelled as error:
+        except (Cancelled, Duplicate) as error:
             logger.info("stage %s: %s", stage.name, error, extra={"at": record.run.run_id})
             failure = failure or error
         except TurnmillError as error:
@@ -106,11 +106,15 @@ async def walk(
             defect = defect or error
     if isinstance(failure, Cancelled):
         status = when_cancelled
+    elif isinstance(failure, Duplicate):
+        status = RunStatus.DUPLICATE
     else:
         status = RunStatus.FAILED if failure or defect else RunStatus.SUCCEEDED
     error_text = str(failure or defect) if (failure or defect) and status.is_final else None
     ended_at = time.time() if status.is_final else None
-    await record.save(replace(record.run, status=status, ended_at=ended_at, error=error_text))
+    duplicate_of = failure.run_id if isinstance(failure, Duplicate) else None
+    ended = replace(record.run, status=status, ended_at=ended_at, error=error_text, duplicate_of=duplicate_of)
+    await record.save(ended)
     if defect is not None:
         raise defect
     return record.run, failure

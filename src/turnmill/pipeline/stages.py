@@ -64,6 +64,7 @@ class Evaluations(Protocol):
 class StageContext:
     """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad.
 
+    `claim` takes the content of an upload, by the digest of its data, and reports on that; it raises `Duplicate`.
     `check` raises what ended a part of the control process without which no stage can come to its end.
     """
 
@@ -73,6 +74,7 @@ class StageContext:
     launcher: Launcher
     evaluations: Evaluations
     validate: Callable[[Path], Awaitable[dict[str, Any]]]
+    claim: Callable[[str], Awaitable[dict[str, Any]]]
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
     check: Callable[[], None]
@@ -111,6 +113,9 @@ async def start_validate(ctx: StageContext) -> Handle:
     for name, path in (("data", ctx.run.data_path), ("eval_data", ctx.run.eval_path)):
         if path is not None:
             result[name] = await ctx.validate(Path(path))
+    if ctx.run.upload is not None:
+        # Runs that were begun by hand are meant, also when they repeat another one.
+        result["data"] |= await ctx.claim(result["data"]["digest"])
     return {"reports": result}
 
 

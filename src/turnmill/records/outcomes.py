@@ -67,6 +67,8 @@ class RunStatus(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    # What it would have trained is trained, or was, by another run.
+    DUPLICATE = "duplicate"
     # Never stored: how an active run looks whose control process is gone.
     INTERRUPTED = "interrupted"
 

@@ -41,6 +41,8 @@ class Run:
     data_path: str | None
     # Key of the upload that it is made of; None for one that was begun by hand, which nobody else goes on with.
     upload: str | None = None
+    # The run with the same content, for a duplicate.
+    duplicate_of: str | None = None
     eval_path: str | None = None
     ended_at: float | None = None
     error: str | None = None

@@ -26,6 +26,7 @@ from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
 from turnmill.errors import DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
+from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, walk
 from turnmill.pipeline.stages import StageContext, stages_of
@@ -185,6 +186,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     launcher=launcher,
                     evaluations=evaluations,
                     validate=partial(_validate, config),
+                    claim=partial(_claim, ports, run),
                     worker_env=worker_env,
                     check=sessions.check,
                 )
@@ -201,6 +203,14 @@ async def _validate(config: Config, path: Path) -> dict[str, Any]:
         raise DataError(report.summary())
     await asyncio.to_thread(_check_tasks, load(config.env, config.env_args), path)
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
+
+
+async def _claim(ports: RunPorts, run: Run, digest: str) -> dict[str, Any]:
+    """Claim what an upload trains; `earlier` is a run with the same content that came to nothing."""
+    folder = assets.model_folder(run.config["base_model"])
+    weights = await asyncio.to_thread(digest_of_weights, folder)
+    content = content_id(data=digest, config=run.config, base_weights=weights)
+    return {"content_id": content, "earlier": await claim(ports.runs, content, run.run_id)}
 
 
 def _check_tasks(environment: Environment, path: Path) -> None:

@@ -165,44 +165,64 @@ class Deployment:
 
     async def _run(self, run: Run, stop: asyncio.Event) -> None:
         """One run from its turn to its end, or to `stop`. Whatever ends it, the deployment goes on."""
-        run_id = run.run_id
-        self._tell(News(text=f"run {run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
+        self._tell(News(text=f"run {run.run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
         try:
-            if run.stages:
-                ended, error = await resume(
-                    self._root,
-                    run_id,
-                    from_step=None,
-                    cancel=stop,
-                    created=lambda _: None,
-                    when_cancelled=RunStatus.QUEUED,
-                )
+            try:
+                ended, failure = await self._walk(run, stop)
+            except BackendUnavailable:
+                raise
+            except TurnmillError as error:
+                await self._give_up(run.run_id, error)
+            except Exception as error:
+                # The supervision boundary of a run: a defect in one must not end the others.
+                logger.exception("run %s hit a defect", run.run_id, extra={"at": run.run_id})
+                await self._give_up(run.run_id, error)
             else:
-                ended, error = await begin(self._root, run_id, cancel=stop, when_cancelled=RunStatus.QUEUED)
-            self._tell(News(text=f"run {run_id} {ended.status}" + (f": {error}" if error else ""), run=ended))
+                self._tell(
+                    News(text=f"run {run.run_id} {ended.status}" + (f": {failure}" if failure else ""), run=ended)
+                )
         except BackendUnavailable as error:
-            logger.warning("run %s can't go on now: %s", run_id, error, extra={"at": run_id})
-            await _pause(stop, _AGAIN_S)
-        except TurnmillError as error:
-            await self._give_up(run_id, error)
-        except Exception as error:
-            # The supervision boundary of a run: a defect in one must not end the others.
-            logger.exception("run %s hit a defect", run_id, extra={"at": run_id})
-            await self._give_up(run_id, error)
+            await self._put_back(run.run_id, error, stop)
         finally:
-            self._active.pop(run_id, None)
+            self._active.pop(run.run_id, None)
             self._changed.set()
+
+    async def _walk(self, run: Run, stop: asyncio.Event) -> tuple[Run, TurnmillError | None]:
+        later = RunStatus.QUEUED
+        if not run.stages:
+            return await begin(self._root, run.run_id, cancel=stop, when_cancelled=later)
+        return await resume(
+            self._root, run.run_id, from_step=None, cancel=stop, created=lambda _: None, when_cancelled=later
+        )
 
     async def _give_up(self, run_id: str, error: Exception) -> None:
         """The run can't be begun or gone on with: it has failed, unless somebody else has it."""
+        text = str(error) or type(error).__name__
+        if not isinstance(error, Conflict):
+            failed = await self._change(run_id, RunStatus.FAILED, text)
+            self._tell(News(text=f"run {run_id} failed: {text}", run=failed))
+
+    async def _put_back(self, run_id: str, error: BackendUnavailable, stop: asyncio.Event) -> None:
+        """The run waits for its turn again, once its record can be written."""
+        while not stop.is_set():
+            logger.warning("run %s can't go on now: %s", run_id, error, extra={"at": run_id})
+            await _pause(stop, _AGAIN_S)
+            try:
+                await self._change(run_id, RunStatus.QUEUED, None)
+            except BackendUnavailable as again:
+                error = again
+            else:
+                return
+
+    async def _change(self, run_id: str, status: RunStatus, error: str | None) -> Run:
+        """Give the run another status, unless it has a final one."""
         runs = open_root_records(self._root)
         try:
             record = await RunRecord.open(runs, run_id)
-            if not record.run.status.is_final and not isinstance(error, Conflict):
-                text = str(error) or type(error).__name__
-                failed = replace(record.run, status=RunStatus.FAILED, ended_at=time.time(), error=text)
-                await record.save(failed)
-                self._tell(News(text=f"run {run_id} failed: {text}", run=failed))
+            if not record.run.status.is_final:
+                ended_at = time.time() if status.is_final else None
+                await record.save(replace(record.run, status=status, ended_at=ended_at, error=error))
+            return record.run
         finally:
             runs.close()
 

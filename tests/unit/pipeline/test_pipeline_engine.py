@@ -10,7 +10,16 @@ import pytest
 
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config
-from turnmill.errors import BackendUnavailable, Cancelled, Conflict, InvalidInput, NotFound, RoleFailed, StageFailed
+from turnmill.errors import (
+    BackendUnavailable,
+    Cancelled,
+    Conflict,
+    Duplicate,
+    InvalidInput,
+    NotFound,
+    RoleFailed,
+    StageFailed,
+)
 from turnmill.evaluation import BackgroundEvaluations, Evaluation
 from turnmill.pipeline.engine import RunRecord, load_run, walk
 from turnmill.pipeline.stages import (
@@ -58,6 +67,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     async def validate(path: Path) -> dict[str, Any]:
         return {"path": str(path)}
 
+    async def claim(digest: str) -> dict[str, Any]:
+        return {"content_id": digest}
+
     async def play(name: str, path: Path) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
@@ -71,6 +83,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         launcher=ProcessLauncher(tmp_path),
         evaluations=BackgroundEvaluations(play),
         validate=validate,
+        claim=claim,
         worker_env={},
         check=lambda: None,
     )
@@ -116,6 +129,22 @@ async def test_stages_run_in_order_and_the_history_keeps_handles_and_results(wor
         (name, "done", {"of": name}, {"done": name}) for name in ("A", "B", "T")
     ]
     assert all(s.ended_at is not None and s.ended_at >= s.started_at for s in stored.stages)
+
+
+async def test_a_duplicate_is_torn_down_and_names_the_run_that_it_repeats(world: World) -> None:
+    table = [stage(world, "A", fail=Duplicate("r0", "as run r0")), stage(world, "B"), stage(world, "T", always=True)]
+    run, _ = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert (run.status, run.duplicate_of, run.error) == (RunStatus.DUPLICATE, "r0", "as run r0")
+    assert world.log == ["start A", "start T"]
+
+
+async def test_a_run_that_goes_on_later_waits_for_its_turn_when_it_is_stopped(world: World) -> None:
+    cancel = asyncio.Event()
+    cancel.set()
+    table = [stage(world, "A"), stage(world, "T", always=True)]
+    run, _ = await walk(world.ctx, table, world.record, cancel, when_cancelled=RunStatus.QUEUED)
+    assert (run.status, run.ended_at, run.error) == (RunStatus.QUEUED, None, None)
+    assert world.log == ["start T"]
 
 
 async def test_a_run_that_is_walked_again_keeps_the_history_of_each_attempt(world: World) -> None:
