@@ -90,6 +90,15 @@ class Unauthorized(TurnmillError):
     """A secret or token is missing or unknown."""
 
 
+class DeliveryFailed(TurnmillError):
+    """A channel did not take an alert. `is_final`: it never will; else wait at least `retry_after_s`, if given."""
+
+    def __init__(self, message: str, *, is_final: bool = False, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+        self.retry_after_s = retry_after_s
+
+
 class CallTimeout(TurnmillError):
     """One generation call was not answered in time; its answer may still be recorded later."""
 

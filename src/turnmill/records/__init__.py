@@ -6,20 +6,36 @@ Ids print as paths (`run/purpose/sample/attempt/call`); they are opaque: never p
 messages carry the news. Encode with `encode`, decode with `decode`: JSON, unknown keys are ignored by readers.
 """
 
+from turnmill.records.alerts import (
+    Alert,
+    AlertKind,
+    DeadDelivery,
+    Delivery,
+    DeliveryAction,
+    DeliveryState,
+    Severity,
+    Sighting,
+    dedup_key,
+)
 from turnmill.records.calls import Call, GenerateRequest, GenerateResponse, Sampling
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
+    ALERT_PREFIX,
+    DELIVERY_DEAD_LETTER_PREFIX,
     RUN_PREFIX,
+    alert_key,
     batch_prefix,
     call_key,
     call_prefix,
     dead_letter_key,
+    delivery_dead_letter_key,
     replica_key,
     run_key,
     sample_key,
     sample_prefix,
     secret_key,
     segment,
+    sighting_key,
     training_key,
     worker_key,
 )
@@ -57,13 +73,21 @@ from turnmill.records.training import (
 from turnmill.records.uploads import Cause, Upload
 
 __all__ = [
+    "ALERT_PREFIX",
+    "DELIVERY_DEAD_LETTER_PREFIX",
     "PROTOCOL_VERSION",
     "RUN_PREFIX",
+    "Alert",
+    "AlertKind",
     "Batch",
     "BatchState",
     "Call",
     "Cause",
+    "DeadDelivery",
     "DeadSample",
+    "Delivery",
+    "DeliveryAction",
+    "DeliveryState",
     "DropReason",
     "FinishReason",
     "GenerateRequest",
@@ -83,6 +107,8 @@ __all__ = [
     "SampleRecord",
     "SampleState",
     "Sampling",
+    "Severity",
+    "Sighting",
     "StageRecord",
     "StopReason",
     "Task",
@@ -91,11 +117,14 @@ __all__ = [
     "Version",
     "WeightVersion",
     "WorkerStatus",
+    "alert_key",
     "batch_prefix",
     "call_key",
     "call_prefix",
     "dead_letter_key",
     "decode",
+    "dedup_key",
+    "delivery_dead_letter_key",
     "digest_of",
     "encode",
     "replica_key",
@@ -104,6 +133,7 @@ __all__ = [
     "sample_prefix",
     "secret_key",
     "segment",
+    "sighting_key",
     "training_key",
     "worker_key",
 ]

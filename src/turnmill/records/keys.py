@@ -55,3 +55,20 @@ def worker_key(run_id: str, worker: str) -> str:
 
 def dead_letter_key(run_id: str, name: str) -> str:
     return f"dead_letters/{run_id}/{name}"
+
+
+ALERT_PREFIX = "alerts/all/"
+DELIVERY_DEAD_LETTER_PREFIX = "dead_letters/alerts/"
+
+
+def alert_key(alert_id: str) -> str:
+    return f"{ALERT_PREFIX}{alert_id}"
+
+
+def sighting_key(dedup_key: str) -> str:
+    """Points from a deduplication key to the last alert of it."""
+    return f"sightings/all/{segment(dedup_key)}"
+
+
+def delivery_dead_letter_key(alert_id: str, channel: str, action: str) -> str:
+    return f"{DELIVERY_DEAD_LETTER_PREFIX}{alert_id}.{channel}.{action}"

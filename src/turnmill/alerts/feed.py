@@ -1,0 +1,109 @@
+"""Alerts as they are recorded: what is delivered is read from here, and so is the list that a user sees."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from turnmill.errors import NotFound
+from turnmill.ports import RecordStore, Write
+from turnmill.records import (
+    ALERT_PREFIX,
+    DELIVERY_DEAD_LETTER_PREFIX,
+    Alert,
+    DeadDelivery,
+    Delivery,
+    Sighting,
+    alert_key,
+    decode,
+    encode,
+    sighting_key,
+)
+
+_PAGE = 500
+
+
+class Feed:
+    """The alerts of a deployment, in its record store. Each method may raise `BackendUnavailable`."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self._records = records
+
+    async def add(self, alert: Alert) -> None:
+        """Record it with its deliveries, then as the last one of its deduplication key.
+
+        In this order: killed in between, an alert may come twice, and is never lost.
+        """
+        await self._records.write([Write(key=alert.key, value=encode(alert), expected=0)])
+        sighting = encode(Sighting(alert_id=alert.alert_id))
+        await self._records.write([Write(key=sighting_key(alert.dedup_key), value=sighting, expected=None)])
+
+    async def get(self, alert_id: str) -> Alert:
+        """Raises `NotFound`."""
+        [stored] = await self._records.get([alert_key(alert_id)])
+        if stored is None:
+            raise NotFound(f"there is no alert {alert_id!r}; `turnmill alerts` lists them")
+        return decode(stored.value, Alert)
+
+    async def last(self, dedup_key: str) -> Alert | None:
+        """The last alert of this key that is not resolved."""
+        [stored] = await self._records.get([sighting_key(dedup_key)])
+        if stored is None:
+            return None
+        [found] = await self._records.get([alert_key(decode(stored.value, Sighting).alert_id)])
+        alert = None if found is None else decode(found.value, Alert)
+        return None if alert is None or alert.resolved_at is not None else alert
+
+    async def update(self, alert_id: str, change: Callable[[Alert], Alert]) -> Alert:
+        """Apply `change` by compare-and-set, again where another write came first; raises `NotFound`."""
+        while True:
+            [stored] = await self._records.get([alert_key(alert_id)])
+            if stored is None:
+                raise NotFound(f"there is no alert {alert_id!r}; `turnmill alerts` lists them")
+            alert = change(decode(stored.value, Alert))
+            [done] = await self._records.write([Write(key=alert.key, value=encode(alert), expected=stored.version)])
+            if done:
+                return alert
+
+    async def set_delivery(self, alert_id: str, delivery: Delivery) -> Alert:
+        """Put `delivery` in the place of the one of its channel and action."""
+
+        def change(alert: Alert) -> Alert:
+            return with_delivery(alert, delivery)
+
+        return await self.update(alert_id, change)
+
+    async def alerts(self, *, since: float = 0.0, run_id: str | None = None) -> AsyncIterator[Alert]:
+        """Alerts created at or after `since` (Unix seconds), of one run or all, oldest first."""
+        after = f"{ALERT_PREFIX}{int(since * 1000):013d}"
+        while page := await self._records.scan(ALERT_PREFIX, after=after, limit=_PAGE):
+            for stored in page:
+                alert = decode(stored.value, Alert)
+                if run_id is None or alert.run_id == run_id:
+                    yield alert
+            after = page[-1].key
+
+    async def bury(self, letter: DeadDelivery) -> None:
+        """Record a delivery that was given up; idempotent."""
+        await self._records.write([Write(key=letter.key, value=encode(letter), expected=None)])
+
+    async def unbury(self, letter: DeadDelivery) -> None:
+        """Remove the dead letter; idempotent."""
+        await self._records.write([Write(key=letter.key, value=None, expected=None)])
+
+    async def dead_letters(self) -> list[DeadDelivery]:
+        """All deliveries that were given up, oldest alert first."""
+        letters: list[DeadDelivery] = []
+        after = ""
+        while page := await self._records.scan(DELIVERY_DEAD_LETTER_PREFIX, after=after, limit=_PAGE):
+            letters += [decode(stored.value, DeadDelivery) for stored in page]
+            after = page[-1].key
+        return letters
+
+
+def with_delivery(alert: Alert, delivery: Delivery) -> Alert:
+    """`alert` with `delivery` in the place of the one of its channel and action, or at the end."""
+    about = (delivery.channel, delivery.action)
+    others = [one for one in alert.deliveries if (one.channel, one.action) != about]
+    if len(others) == len(alert.deliveries):
+        return replace(alert, deliveries=(*others, delivery))
+    kept = [delivery if (one.channel, one.action) == about else one for one in alert.deliveries]
+    return replace(alert, deliveries=tuple(kept))

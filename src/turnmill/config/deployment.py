@@ -1,0 +1,223 @@
+"""What holds for all runs of a deployment: `turnmill.toml` in its root folder. Parameters of runs are elsewhere.
+
+[[alerts]]
+type = "slack"                      # or "webhook", "pagerduty"
+url_env = "SLACK_WEBHOOK_URL"       # or url = "https://hooks.slack.com/services/..."
+min_severity = "error"
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from turnmill.config.parameters import PREFIX
+from turnmill.errors import ConfigError, printable
+
+FILE = "turnmill.toml"
+SEVERITIES = ("info", "warning", "error", "critical")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ROUTING_KEY = re.compile(r"[A-Za-z0-9]{32}")
+_MOST_PER_HOUR = 3600
+# Shorter ones are guessed.
+_SHORTEST_SECRET = 16
+
+
+class AlertChannelType(StrEnum):
+    """Where alerts can go, besides the log and the feed."""
+
+    WEBHOOK = "webhook"
+    SLACK = "slack"
+    PAGERDUTY = "pagerduty"
+
+
+# The keys that hold a secret, by type; each may be given as `<key>_env`, the name of an environment variable.
+_REQUIRED = {
+    AlertChannelType.WEBHOOK: ("url", "secret"),
+    AlertChannelType.SLACK: ("url",),
+    AlertChannelType.PAGERDUTY: ("routing_key",),
+}
+_OPTIONAL = {AlertChannelType.PAGERDUTY: ("url",)}
+_COMMON = ("type", "name", "min_severity", "max_per_hour")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertChannel:
+    """One `[[alerts]]` table; what does not belong to its type is empty."""
+
+    type: AlertChannelType
+    # Unique; the type where none is given.
+    name: str
+    min_severity: str = "info"
+    max_per_hour: int = 30
+    # No repr: most of them are secrets.
+    url: str = field(default="", repr=False)
+    secret: str = field(default="", repr=False)
+    routing_key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The whole file."""
+
+    alerts: tuple[AlertChannel, ...] = ()
+
+
+def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
+    """The settings in `root`; the defaults where there is no file.
+
+    Raises `ConfigError` with one line for each thing that is wrong, naming file and key and never a secret.
+    """
+    path = root / FILE
+    try:
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        return Deployment()
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    reader = _Reader(environ)
+    deployment = reader.deployment(values)
+    if reader.problems:
+        many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
+        raise ConfigError("\n  ".join([f"{many} in {path}:", *reader.problems]))
+    return deployment
+
+
+class _Reader:
+    """Reads tables and collects every problem on the way."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.problems: list[str] = []
+        self._environ = environ
+
+    def deployment(self, values: dict[str, Any]) -> Deployment:
+        self._refuse_unknown("", values, ("alerts",))
+        tables = values.get("alerts", [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.problems.append("alerts: must be tables, each one headed [[alerts]]")
+            return Deployment()
+        channels = [self._alert_channel(f"alerts[{number}]", table) for number, table in enumerate(tables, 1)]
+        names: set[str] = {"log"}
+        for number, channel in enumerate(channels, 1):
+            if channel is not None:
+                if channel.name in names:
+                    self.problems.append(
+                        f"alerts[{number}].name: {channel.name!r} is taken; give each channel a name of its own"
+                    )
+                names.add(channel.name)
+        return Deployment(alerts=tuple(channel for channel in channels if channel is not None))
+
+    def _alert_channel(self, place: str, table: dict[str, Any]) -> AlertChannel | None:
+        types = tuple(kind.value for kind in AlertChannelType)
+        kind = table.get("type")
+        if kind not in types:
+            said = "is missing; it" if kind is None else f"= {printable(repr(kind))}"
+            self.problems.append(f"{place}.type: {said} must be one of {', '.join(types)}")
+            return None
+        channel_type = AlertChannelType(kind)
+        required = _REQUIRED[channel_type]
+        optional = _OPTIONAL.get(channel_type, ())
+        secret_keys = [key for name in (*required, *optional) for key in (name, f"{name}_env")]
+        self._refuse_unknown(f"{place}.", table, (*_COMMON, *secret_keys))
+        secrets = {name: self._secret(place, table, name, is_required=name in required) for name in required + optional}
+        if url := secrets.get("url"):
+            self._check_url(f"{place}.url", url, is_open=channel_type is AlertChannelType.WEBHOOK)
+        if (key := secrets.get("routing_key")) and _ROUTING_KEY.fullmatch(key) is None:
+            self.problems.append(f"{place}.routing_key: must be the 32 letters and digits of an integration")
+        if (secret := secrets.get("secret")) and len(secret) < _SHORTEST_SECRET:
+            self.problems.append(f"{place}.secret: must have at least {_SHORTEST_SECRET} characters")
+        return AlertChannel(
+            type=channel_type,
+            name=self._name(place, table, channel_type),
+            min_severity=self._severity(place, table),
+            max_per_hour=self._max_per_hour(place, table),
+            **secrets,
+        )
+
+    def _refuse_unknown(self, prefix: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
+        for key in table:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+                self.problems.append(f"{prefix}{printable(key)}: no such key; {hint}")
+
+    def _name(self, place: str, table: dict[str, Any], kind: AlertChannelType) -> str:
+        name = table.get("name", kind.value)
+        if isinstance(name, str) and _NAME.fullmatch(name):
+            return name
+        self.problems.append(f"{place}.name: = {printable(repr(name))} must be 1 to 64 letters, digits, _ and -")
+        return kind.value
+
+    def _severity(self, place: str, table: dict[str, Any]) -> str:
+        severity = table.get("min_severity", SEVERITIES[0])
+        if severity in SEVERITIES:
+            return str(severity)
+        self.problems.append(
+            f"{place}.min_severity: = {printable(repr(severity))} must be one of {', '.join(SEVERITIES)}"
+        )
+        return SEVERITIES[0]
+
+    def _max_per_hour(self, place: str, table: dict[str, Any]) -> int:
+        most = table.get("max_per_hour", AlertChannel.max_per_hour)
+        # `type(...) is`, because a bool is an int to isinstance.
+        if type(most) is int and 1 <= most <= _MOST_PER_HOUR:
+            return most
+        self.problems.append(
+            f"{place}.max_per_hour: = {printable(repr(most))} must be a whole number from 1 to {_MOST_PER_HOUR}"
+        )
+        return AlertChannel.max_per_hour
+
+    def _secret(self, place: str, table: dict[str, Any], name: str, *, is_required: bool) -> str:
+        """The value of `name` or of the variable that `<name>_env` names; empty where there is none, or a problem."""
+        variable_key = f"{name}_env"
+        if name in table and variable_key in table:
+            self.problems.append(f"{place}.{name}: give {name} or {variable_key}, not both")
+        elif name in table:
+            if isinstance(value := table[name], str) and value.strip() and value.isprintable():
+                return value.strip()
+            self.problems.append(f"{place}.{name}: must be a text")
+        elif variable_key in table:
+            return self._from_variable(f"{place}.{variable_key}", table[variable_key])
+        elif is_required:
+            self.problems.append(f"{place}.{name}: is missing; give {name}, or {variable_key} = the name of a variable")
+        return ""
+
+    def _from_variable(self, place: str, variable: object) -> str:
+        # Not shown: who mistakes the key writes the secret itself here.
+        if not isinstance(variable, str) or _VARIABLE.fullmatch(variable) is None:
+            self.problems.append(f"{place}: must be the name of an environment variable")
+        elif variable.startswith(PREFIX):
+            self.problems.append(f"{place}: names that begin with {PREFIX} are parameters of runs; choose another one")
+        elif not (value := self._environ.get(variable, "").strip()) or not value.isprintable():
+            self.problems.append(f"{place}: the environment variable that it names is not set, or empty")
+        else:
+            return value
+        return ""
+
+    def _check_url(self, place: str, url: str, *, is_open: bool) -> None:
+        """`is_open`: http is allowed to any host, since the body is signed and the URL need not be secret."""
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname, parts.port
+        except ValueError:
+            self.problems.append(f"{place}: is no valid URL")
+            return
+        is_local = host in ("localhost", "127.0.0.1", "::1")
+        if not host or parts.scheme not in ("http", "https") or " " in url or not url.isascii():
+            self.problems.append(f"{place}: must be an https URL")
+        elif parts.scheme == "http" and not (is_open or is_local):
+            self.problems.append(f"{place}: must be https: the URL or the body is a secret")
+        elif parts.username is not None or parts.fragment:
+            self.problems.append(f"{place}: must hold no user, password or fragment")
