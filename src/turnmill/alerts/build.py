@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from turnmill.records import Alert, AlertKind, Severity
 
@@ -21,8 +22,11 @@ SEVERITIES = {
 MOST_SUMMARY = 500
 MOST_ERROR = 8000
 MOST_LINE = 1000
+MOST_COMMAND = 2000
 # Lines.
 MOST_LINES = 50
+# So many times more is looked through for secrets: what is cut in the middle of one would not be known any more.
+_MARGIN = 8
 
 
 def new_alert(
@@ -37,9 +41,9 @@ def new_alert(
     conversation: str | None = None,
     now: float | None = None,
 ) -> Alert:
-    """An alert of `kind` at `now` (Unix seconds, else the clock's); texts are cut, of log lines the last ones stay.
+    """An alert of `kind` at `now` (Unix seconds, else the clock's), of whose log lines the last ones stay.
 
-    Secrets are taken out by the dispatcher, which knows them.
+    The dispatcher takes out the secrets, which it knows, and then cuts the texts (`presentable`).
     """
     created_at = time.time() if now is None else now
     return Alert(
@@ -47,13 +51,33 @@ def new_alert(
         kind=kind,
         severity=SEVERITIES[kind],
         created_at=created_at,
-        summary=cut(" ".join(summary.split()), MOST_SUMMARY),
+        summary=summary,
         command=command,
         run_id=run_id,
         stage=stage,
-        error=None if error is None else cut(error, MOST_ERROR),
-        log_lines=tuple(cut(line.rstrip("\n"), MOST_LINE) for line in log_lines[-MOST_LINES:]),
+        error=error,
+        log_lines=tuple(log_lines[-MOST_LINES:]),
         conversation=conversation,
+    )
+
+
+def presentable(alert: Alert, redact: Callable[[str], str]) -> Alert:
+    """`alert` as it is recorded and sent: without secrets, valid Unicode, its summary in one line, its texts cut."""
+
+    def fit(text: str, most: int) -> str:
+        # Lone surrogates, which logs in other encodings leave, are no text that JSON could hold.
+        valid = text[: most * _MARGIN].encode("utf-8", "replace").decode()
+        return cut(redact(valid), most)
+
+    # Together, since a key may go over several lines.
+    lines = "\n".join(line[: MOST_LINE * _MARGIN].rstrip("\n") for line in alert.log_lines)
+    lines = redact(lines.encode("utf-8", "replace").decode())
+    return replace(
+        alert,
+        summary=fit(" ".join(alert.summary.split()), MOST_SUMMARY),
+        command=fit(alert.command, MOST_COMMAND),
+        error=None if alert.error is None else fit(alert.error, MOST_ERROR),
+        log_lines=tuple(cut(line, MOST_LINE) for line in lines.split("\n")[-MOST_LINES:]) if lines else (),
     )
 
 

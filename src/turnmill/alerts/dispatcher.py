@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from turnmill import failpoints
+from turnmill.alerts.build import presentable
 from turnmill.alerts.feed import Feed, with_delivery
 from turnmill.alerts.held import HeldAlerts
 from turnmill.alerts.policy import Channel, Policy
@@ -35,7 +36,7 @@ _PATTERNS_ONLY = Redactor()
 
 
 class Dispatcher:
-    """Raises and resolves alerts, and delivers them in the background; `start` it, and `close` it at the end."""
+    """Raises and resolves alerts, and delivers them in the background; `start` it first, and `close` it at the end."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class Dispatcher:
                 if alert.severity.rank >= channel.min_severity.rank
             )
             alert = replace(
-                self._redacted(alert), num_earlier=0 if last is None else last.num_repeats, deliveries=deliveries
+                presentable(alert, self._redactor),
+                num_earlier=0 if last is None else last.num_repeats,
+                deliveries=deliveries,
             )
             await self._feed.add(alert)
         failpoints.hit("alerts.recorded")
@@ -172,15 +175,6 @@ class Dispatcher:
             except NotFound as error:
                 logger.warning("an alert was removed before it was delivered: %s", error, extra={"at": alert_id})
                 return
-
-    def _redacted(self, alert: Alert) -> Alert:
-        return replace(
-            alert,
-            summary=self._redactor(alert.summary),
-            command=self._redactor(alert.command),
-            error=None if alert.error is None else self._redactor(alert.error),
-            log_lines=tuple(self._redactor(line) for line in alert.log_lines),
-        )
 
 
 def _resolved(alert: Alert) -> Alert:

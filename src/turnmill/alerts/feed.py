@@ -11,6 +11,7 @@ from turnmill.records import (
     Alert,
     DeadDelivery,
     Delivery,
+    DeliveryState,
     Sighting,
     alert_key,
     decode,
@@ -80,6 +81,16 @@ class Feed:
                 if run_id is None or alert.run_id == run_id:
                     yield alert
             after = page[-1].key
+
+    async def prune(self, before: float) -> int:
+        """Remove the alerts created before it (Unix seconds) that wait for no delivery; how many."""
+        waiting = (DeliveryState.PENDING, DeliveryState.HELD)
+        num_removed = 0
+        async for alert in self.alerts():
+            if alert.created_at < before and not any(one.state in waiting for one in alert.deliveries):
+                await self._records.write([Write(key=alert.key, value=None, expected=None)])
+                num_removed += 1
+        return num_removed
 
     async def bury(self, letter: DeadDelivery) -> None:
         """Record a delivery that was given up; idempotent."""

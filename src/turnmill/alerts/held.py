@@ -27,6 +27,7 @@ class HeldAlerts:
         self._limiters = {name: Limiter(channel) for name, channel in channels.items()}
         self._held: dict[str, dict[str, Alert]] = {name: {} for name in channels}
         self._timers: dict[str, asyncio.Task[None]] = {}
+        self._is_closed = False
 
     def admit(self, channel: str) -> bool:
         """Whether one more alert may go there now; it counts if so."""
@@ -53,11 +54,12 @@ class HeldAlerts:
     def schedule(self) -> None:
         """Have a summary sent, as soon as there is room, wherever something is held."""
         for channel, held in self._held.items():
-            if held and channel not in self._timers:
+            if held and channel not in self._timers and not self._is_closed:
                 self._timers[channel] = asyncio.create_task(self._sum_up_later(channel))
 
     async def close(self) -> None:
         """Leave what is held to the next process; idempotent."""
+        self._is_closed = True
         timers = list(self._timers.values())
         for timer in timers:
             timer.cancel()

@@ -70,7 +70,7 @@ def check_status(answer: Answer, expected: tuple[int, ...]) -> None:
     """Raises `DeliveryFailed` for another status: final for 3xx and 4xx but 408 and 429, to be repeated otherwise."""
     if answer.status in expected:
         return
-    said = f": {printable(answer.body, limit=300)}" if answer.body.strip() else ""
+    said = f": {printable(answer.body, limit=_MOST_ANSWER)}" if answer.body.strip() else ""
     raise DeliveryFailed(
         f"HTTP {answer.status}{said}",
         is_final=300 <= answer.status < 500 and answer.status not in (408, 429),

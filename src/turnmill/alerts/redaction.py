@@ -16,6 +16,7 @@ _NAMES = (
 _PATTERNS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", _MASK),
         # Incoming webhooks are secret as a whole.
         (r"(https?://hooks\.slack(?:-gov)?\.com/)[^\s\"'<>]+", rf"\1{_MASK}"),
         (r"(https?://(?:[\w-]+\.)?discord(?:app)?\.com/api/webhooks/)[^\s\"'<>]+", rf"\1{_MASK}"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
 from turnmill import failpoints
+from turnmill.alerts.build import cut
 from turnmill.alerts.feed import Feed
 from turnmill.alerts.policy import Channel, Pause, Policy, may_pass
 from turnmill.alerts.redaction import Redactor
@@ -19,6 +20,8 @@ from turnmill.records import Alert, DeadDelivery, Delivery, DeliveryAction, Deli
 logger = logging.getLogger(__name__)
 # Attempts to one channel at the same time: one that answers slowly shall not be flooded.
 _MOST_AT_ONCE = 4
+# Characters.
+_MOST_ERROR = 500
 
 
 class Sender:
@@ -61,7 +64,7 @@ class Sender:
                     try:
                         await self._attempt(notifier, alert, delivery.action)
                     except DeliveryFailed as error:
-                        delivery = replace(delivery, last_error=self._redactor(str(error)))
+                        delivery = replace(delivery, last_error=cut(self._redactor(str(error)), _MOST_ERROR))
                         await self._feed.set_delivery(alert.alert_id, delivery)
                         raise
         except DeliveryFailed:

@@ -1,8 +1,8 @@
 """Alerts to a Slack channel by an incoming webhook, in Block Kit.
 
-Limits as documented (api.slack.com: reference/block-kit, messaging/webhooks): 50 blocks; a header's text 150 characters,
-plain; a section's text 3 000, each of its at most 10 fields 2 000; at most 10 elements of a context. `&`, `<` and `>`
-are written as entities, and so a text can't mention (`<!channel>`) or link. Success is HTTP 200 with the text `ok`.
+Limits as documented (api.slack.com: reference/block-kit, messaging/webhooks): 50 blocks; a header's text 150
+characters, plain; a section's text 3 000, each of its at most 10 fields 2 000; at most 10 elements of a context. `&`,
+`<` and `>` are written as entities, and so a text can't mention (`<!channel>`) or link. Success is HTTP 200 with `ok`.
 """
 
 import datetime

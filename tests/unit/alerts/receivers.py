@@ -1,4 +1,4 @@
-"""Servers on 127.0.0.1 that stand in for those who receive alerts, and refuse what their documentation does not allow."""
+"""Servers on 127.0.0.1 in the place of those who receive alerts; they refuse what is not documented."""
 
 import datetime
 import json
@@ -42,10 +42,12 @@ class Receiver:
     answers: list[Said] = field(default_factory=list)
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
-    def wait_for(self, count: int) -> list[Received]:
+    def wait_for(self, count: int) -> None:
+        self.wait_until(lambda: len(self.received) >= count)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.received) >= count, timeout=30), self.received
-        return self.received
+            assert self.arrived.wait_for(holds, timeout=30), self.received
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.alerts.receivers import Received, Said, pagerduty, receiver, slack
 from turnmill.alerts import new_alert
-from turnmill.alerts.build import SEVERITIES
+from turnmill.alerts.build import SEVERITIES, presentable
 from turnmill.alerts.log import LogChannel
 from turnmill.alerts.pagerduty import PagerDutyChannel
 from turnmill.alerts.slack import SlackChannel
@@ -39,8 +39,8 @@ def failed(**changes: object) -> Alert:
 
 
 def huge() -> Alert:
-    """As large as an alert gets, every character of it an entity."""
-    return new_alert(
+    """As large as an alert gets, most characters of it entities."""
+    alert = new_alert(
         AlertKind.CRASH_LOOP,
         "&" * 5000,
         command="<" * 9000,
@@ -50,6 +50,7 @@ def huge() -> Alert:
         log_lines=[f"{number} " + ">" * 2000 for number in range(500)],
         conversation="<" * 2500,
     )
+    return presentable(alert, lambda text: text)
 
 
 def bare() -> Alert:
@@ -135,9 +136,11 @@ async def test_slack_takes_every_message() -> None:
 
 async def test_slack_is_shown_the_last_log_lines() -> None:
     with receiver(slack) as there:
-        await SlackChannel(name="slack", url=there.url).send(huge())
+        lines = tuple(f"line {number} " + "x" * 100 for number in range(50))
+        await SlackChannel(name="slack", url=there.url).send(failed(log_lines=lines))
     [block] = [block for block in there.received[0].json["blocks"] if "Last log lines" in str(block)]
-    assert "…" in block["text"]["text"] and block["text"]["text"].count("499 ") == 1
+    shown = block["text"]["text"]
+    assert "…" in shown and "line 49 " in shown and "line 0 " not in shown
 
 
 async def test_pagerduty_takes_every_event() -> None:
@@ -181,9 +184,11 @@ async def test_the_stand_ins_refuse_what_is_not_allowed() -> None:
 )
 async def test_a_status_says_whether_another_attempt_may_do_better(status: int, is_final: bool) -> None:
     for notifier_of in (slack_at, pager_at, hook_at):
-        with receiver(lambda _: Said(status=status, body="channel_is_archived")) as there:
-            with pytest.raises(DeliveryFailed, match=f"HTTP {status}: channel_is_archived") as raised:
-                await notifier_of(there.url).send(failed())
+        with (
+            receiver(lambda _: Said(status=status, body="channel_is_archived")) as there,
+            pytest.raises(DeliveryFailed, match=f"HTTP {status}: channel_is_archived") as raised,
+        ):
+            await notifier_of(there.url).send(failed())
         assert raised.value.is_final is is_final and "very-secret-path" not in str(raised.value)
 
 
@@ -195,9 +200,12 @@ async def test_a_server_that_fails_may_recover(status: int) -> None:
 
 
 async def test_a_redirect_is_not_followed() -> None:
-    with receiver() as elsewhere, receiver(lambda _: Said(status=307, headers={"Location": elsewhere.url})) as there:
-        with pytest.raises(DeliveryFailed, match="HTTP 307") as raised:
-            await hook_at(there.url).send(failed())
+    with (
+        receiver() as elsewhere,
+        receiver(lambda _: Said(status=307, headers={"Location": elsewhere.url})) as there,
+        pytest.raises(DeliveryFailed, match="HTTP 307") as raised,
+    ):
+        await hook_at(there.url).send(failed())
     assert raised.value.is_final and elsewhere.received == []
 
 
@@ -214,9 +222,9 @@ async def test_retry_after_is_a_number_or_a_date() -> None:
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 3600))
     seconds = {"7": 7.0, date: pytest.approx(3600, abs=60), "Thu, 01 Jan 1970 00:00:00 GMT": 0.0}
     for text, expected in {**seconds, "soon": None, "-1": None, "": None}.items():
-        with receiver(lambda _, text=text: Said(status=429, headers={"Retry-After": text})) as there:  # type: ignore[misc]
-            with pytest.raises(DeliveryFailed) as raised:
-                await slack_at(there.url).send(failed())
+        with receiver() as there, pytest.raises(DeliveryFailed) as raised:
+            there.answers = [Said(status=429, headers={"Retry-After": text})]
+            await slack_at(there.url).send(failed())
         assert raised.value.retry_after_s == expected, text
 
 
