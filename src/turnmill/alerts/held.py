@@ -1,6 +1,7 @@
 """Alerts kept back by a channel's rate limit, and the one that sums them up when there is room again."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from dataclasses import replace
 from turnmill.alerts.build import new_alert
 from turnmill.alerts.feed import Feed
 from turnmill.alerts.policy import Channel, Limiter
-from turnmill.errors import BackendUnavailable
+from turnmill.errors import BackendUnavailable, NotFound
 from turnmill.records import Alert, AlertKind, Delivery, DeliveryAction, DeliveryState
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,11 @@ class HeldAlerts:
         worst = max((alert.severity for alert in held.values()), key=lambda severity: severity.rank)
         summary = replace(summary, severity=worst, held_by=channel, deliveries=(Delivery(channel=channel),))
         await self._feed.add(summary)
-        self._spawn(summary.alert_id, channel)
-        for alert_id in held:
-            await self._feed.set_delivery(alert_id, Delivery(channel=channel, state=DeliveryState.SUMMED))
-            del self._held[channel][alert_id]
+        try:
+            for alert_id in held:
+                # What was removed since has nothing left to mark.
+                with contextlib.suppress(NotFound):
+                    await self._feed.set_delivery(alert_id, Delivery(channel=channel, state=DeliveryState.SUMMED))
+                del self._held[channel][alert_id]
+        finally:
+            self._spawn(summary.alert_id, channel)
