@@ -158,6 +158,16 @@ class QueueCounts:
     in_flight: int
     delayed: int
     dead: int
+    # Seconds since the oldest message was sent, leased and delayed ones included; None without one, or where unknown.
+    # Counts are equal where they count the same messages, however old.
+    oldest_age_s: float | None = field(default=None, compare=False)
+    # Messages sent since the queue was made, without those that were swallowed; None where nobody counts them.
+    num_sent: int | None = field(default=None, compare=False)
+
+    @property
+    def num_held(self) -> int:
+        """All that is there, dead letters included: what was sent and is not held has been removed."""
+        return self.available + self.in_flight + self.delayed + self.dead
 
 
 @dataclass(frozen=True, kw_only=True)

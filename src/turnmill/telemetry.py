@@ -3,11 +3,14 @@
 Log with `logger.info("sample ended", extra={"at": sample.key})`; `at` is an id printed as a path.
 """
 
+import json
 import logging
 import re
 import sys
+from datetime import UTC, datetime
 from typing import TextIO
 
+FORMATS = ("text", "json")
 # Chat secrets travel in paths (`/a/<secret>/v1`), the others in an Authorization header or a field named so.
 _SECRET = re.compile(r"(/a/|[Bb]earer\s+|secret[\"'=: ]+|token[\"'=: ]+)([A-Za-z0-9_\-]{16,})")
 
@@ -24,10 +27,48 @@ class _Formatter(logging.Formatter):
         return redact(f"{text} [{at}]" if at else text)
 
 
-def configure_logging(role: str, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send all logs of this process to `stream`, or to standard error, which the launcher keeps as the role's log."""
+class _JsonFormatter(logging.Formatter):
+    """One object a line, with `time` (UTC), `level`, `run`, `role`, `at`, `logger`, `message`, `error`: a traceback."""
+
+    def __init__(self, role: str, run_id: str | None) -> None:
+        super().__init__()
+        self._role = role
+        self._run_id = run_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = getattr(record, "at", None)
+        error = [self.formatException(record.exc_info)] if record.exc_info else []
+        error += [self.formatStack(record.stack_info)] if record.stack_info else []
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "run": self._run_id,
+            "role": self._role,
+            "at": None if at is None else redact(str(at)),
+            "logger": record.name,
+            "message": redact(record.getMessage()),
+            "error": redact("\n".join(error)) or None,
+        }
+        return json.dumps({key: value for key, value in fields.items() if value is not None}, ensure_ascii=False)
+
+
+def configure_logging(
+    role: str,
+    *,
+    level: int = logging.INFO,
+    stream: TextIO | None = None,
+    run_id: str | None = None,
+    form: str = "text",
+) -> None:
+    """Send all logs of this process to `stream`, or to standard error, which the launcher keeps as the role's log.
+
+    `form` is one of `FORMATS`.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
+    if form == "json":
+        handler.setFormatter(_JsonFormatter(role, run_id))
+    else:
+        handler.setFormatter(_Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -255,3 +255,54 @@ async def test_processes_that_compete_take_each_message_once(queue: Queue, child
     taken = [line for output in outputs for line in output.split()]
     assert sorted(map(int, taken)) == list(range(300))
     assert await queue.counts() == QueueCounts(available=0, in_flight=0, delayed=0, dead=0)
+
+
+async def test_counts_tell_how_old_the_oldest_message_is(queue: Queue, hands: list[float]) -> None:
+    assert (await queue.counts()).oldest_age_s is None
+    await queue.send([message("a"), message("b")])
+    hands[0] += 10
+    await queue.send([message("c")])
+    assert (await queue.counts()).oldest_age_s == 10.0
+    leased = await take(queue, 2, lease_s=60)
+    hands[0] += 5
+    # A lease makes nothing younger, and neither does its end.
+    assert (await queue.counts()).oldest_age_s == 15.0
+    await queue.release([leased[1].receipt], delay_s=1)
+    assert (await queue.counts()).oldest_age_s == 15.0
+    await queue.ack([leased[0].receipt])
+    assert [item.body for item in await queue.take(max_messages=1)] == [b"c"]
+    hands[0] += 2
+    assert [item.body for item in await queue.take(max_messages=1)] == [b"b"]
+    assert (await queue.counts()).oldest_age_s is None
+
+
+async def test_counts_tell_how_many_were_sent_whatever_became_of_them(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue(max_receives=1)
+    assert (await queue.counts()).num_sent == 0
+    await queue.send([message("a"), message("a"), message("b")])
+    await open_queue().send([message("b"), message("c")])
+    assert (await queue.counts()).num_sent == 3
+    [a, b, c] = await take(queue)
+    await queue.ack([a.receipt])
+    await queue.release([b.receipt])
+    await queue.release([c.receipt])
+    await take(queue)
+    counts = await queue.counts()
+    assert (counts.num_sent, counts.dead, counts.num_held) == (3, 2, 2)
+    await queue.redrive()
+    assert ((await queue.counts()).num_sent, (await queue.counts()).num_held) == (3, 2)
+    await queue.purge()
+    assert ((await queue.counts()).num_sent, (await queue.counts()).num_held) == (3, 0)
+
+
+async def test_messages_of_one_moment_and_of_a_clock_that_began_anew_keep_their_order_and_have_no_wrong_age(
+    open_queue: Callable[..., Queue], hands: list[float]
+) -> None:
+    await open_queue().send([message(str(number)) for number in range(100)])
+    hands[0] = 100.0
+    queue = open_queue()
+    await queue.send([message(str(number)) for number in range(100, 110)])
+    assert (await queue.counts()).oldest_age_s is None
+    assert bodies(await take(queue, 200)) == [str(number) for number in range(110)]
+    counts = await queue.counts()
+    assert (counts.available, counts.in_flight) == (0, 110)

@@ -5,6 +5,8 @@ import click
 from turnmill import __version__
 from turnmill.cli.data import data
 from turnmill.cli.errors import SuggestingGroup
+from turnmill.cli.logs import logs
+from turnmill.cli.queues import queues
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.show import runs, status, watch
@@ -17,5 +19,5 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, data, role):
+for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, logs, queues, data, role):
     turnmill.add_command(command)

@@ -25,6 +25,7 @@ from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.resume import resume as resume_run
+from turnmill.wiring.variables import log_format
 
 data_file = click.Path(path_type=Path)
 # How conversations go, for a model that was trained so. The token budget bounds their length.
@@ -152,6 +153,7 @@ def _start(root: Path, order: Order, as_json: bool) -> None:
 
 def _in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
     console = PlainConsole(stderr=as_json)
+    log_format()  # a bad one is refused before there is a run
     final, error = run_loop(_walk_and_show(root, walk, console))
     _conclude(root, final, error, console, as_json)
     if error is not None:
@@ -186,7 +188,7 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
         stack.enter_context(on_signals(cancel, console))
 
         def created(run: Run) -> None:
-            stack.enter_context(control_log(root / "runs" / run.run_id / "logs" / "control.log"))
+            stack.enter_context(control_log(root / "runs" / run.run_id / "logs" / "control.log", run.run_id))
             stack.enter_context(WarningsShown(console))
             views.append(asyncio.create_task(view(run), name="view"))
 
@@ -225,13 +227,13 @@ def on_signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def control_log(path: Path) -> Iterator[None]:
+def control_log(path: Path, run_id: str | None = None) -> Iterator[None]:
     """Logs of this process go to a file of the run, like those of its other roles; the screen belongs to the view."""
     logger = logging.getLogger()
     handlers, level = list(logger.handlers), logger.level
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        configure_logging("control", stream=file)
+        configure_logging("control", stream=file, run_id=run_id, form=log_format())
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,12 @@ def json_option(text: str) -> Callable[[F], F]:
 
 def find_run(root: Path, run_id: str) -> Run:
     """The run of this id; raises `NotFound` naming the closest ids."""
-    known = {run.run_id: run for run in load_runs(root)}
+    return choose_run(load_runs(root), root, run_id)
+
+
+def choose_run(runs: Sequence[Run], root: Path, run_id: str) -> Run:
+    """The one of `runs` with this id; raises `NotFound` naming the closest ids."""
+    known = {run.run_id: run for run in runs}
     if run_id not in known:
         close = difflib.get_close_matches(run_id, list(known), n=3, cutoff=0.3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "; `turnmill runs` lists what there is"

@@ -15,6 +15,7 @@ from turnmill.cli.show import DEFAULT_ROOT, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.variables import log_format
 
 
 @click.command(cls=CommandWithParameters, epilog=EPILOG, short_help="Train on whatever is uploaded.")
@@ -30,6 +31,7 @@ def up(max_parallel_runs: int, config_file: Path | None, root: Path, as_json: bo
     Parameters given here hold for all uploads; NAME.config.toml beside NAME.jsonl, put there first, overrides them for
     that upload. Runs that are stopped or killed go on when the command is started again.
     """
+    log_format()  # a bad one is refused before anything is served
     layers = Layers(file=config_file, environ=os.environ, flags=collect_flags(flags))
     run_loop(_serve(root, layers, max_parallel_runs, as_json))
 

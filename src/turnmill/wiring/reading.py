@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from turnmill.backends.embedded import open_root_records, open_run, process_lives
+from turnmill.backends.embedded import look_at_root_records, open_root_records, open_run, process_lives
+from turnmill.errors import NotFound
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
-from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus, decode, training_key
+from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus, decode, run_key, training_key
 
 FOLLOW_INTERVAL_S = 0.5
 # Reading may take this share of the time, however long a run's history is: control has conversations to serve.
@@ -44,6 +45,20 @@ def _lives(pid: int, since: int | None) -> bool:
         found = began(pid)
         return found is not None and since in (None, found)
     return process_lives(pid)
+
+
+def look_at_runs(root: Path) -> list[Run]:
+    """All runs of a deployment, oldest first; reads as one who leaves no trace and waits for nobody."""
+    found = [as_seen(decode(item.value, Run)) for item in look_at_root_records(root, RUN_PREFIX)]
+    return sorted(found, key=lambda run: run.created_at)
+
+
+def look_at_run(root: Path, run_id: str) -> Run:
+    """As `look_at_runs`; raises `NotFound`."""
+    for item in look_at_root_records(root, run_key(run_id)):
+        if item.key == run_key(run_id):
+            return as_seen(decode(item.value, Run))
+    raise NotFound(f"there is no run {run_id!r}")
 
 
 async def list_runs(root: Path) -> list[Run]:

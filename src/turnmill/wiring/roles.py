@@ -45,7 +45,7 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
     Raises `SystemExit` for a worker or replica that was asked to stop: with exit code 0 nobody would start it again
     when the request came from somebody else than the launcher, and the run would wait for it for ever.
     """
-    configure_logging(name)
+    configure_logging(name, run_id=run_id, form=variables.log_format())
     starters: dict[str, Callable[[Path, str, str, asyncio.Event], Coroutine[Any, Any, None]]] = {
         "worker": _worker,
         "replica": _replica,

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.errors import NotFound
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Metric, Run, RunKind, RunStatus
-from turnmill.wiring.reading import as_seen, began, follow, list_runs
+from turnmill.wiring.reading import as_seen, began, follow, list_runs, look_at_run, look_at_runs
 
 LINUX_ONLY = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
@@ -72,12 +73,27 @@ def test_a_finished_run_stays_what_it_is() -> None:
 
 
 async def test_runs_are_listed_oldest_first(tmp_path: Path) -> None:
-    assert await list_runs(tmp_path) == []
+    assert await list_runs(tmp_path) == look_at_runs(tmp_path) == []
     store = open_root_records(tmp_path)
     for run_id, at in (("b", 3.0), ("a", 5.0), ("c", 4.0)):
         await RunRecord.create(store, active(run_id, created_at=at, status=RunStatus.SUCCEEDED))
     store.close()
     assert [run.run_id for run in await list_runs(tmp_path)] == ["b", "c", "a"]
+    assert look_at_runs(tmp_path) == await list_runs(tmp_path)
+
+
+async def test_one_who_only_looks_sees_what_others_write_and_waits_for_no_lock(tmp_path: Path) -> None:
+    store = open_root_records(tmp_path)
+    await RunRecord.create(store, active("r1"))
+    await RunRecord.create(store, active("r12"))
+    holder = sqlite3.connect(tmp_path / "records" / "runs.db", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    assert look_at_run(tmp_path, "r1").run_id == "r1" and len(look_at_runs(tmp_path)) == 2
+    holder.execute("COMMIT")
+    holder.close()
+    store.close()
+    with pytest.raises(NotFound, match="r2"):
+        look_at_run(tmp_path, "r2")
 
 
 async def test_following_shows_each_change_and_ends_with_the_last_one(tmp_path: Path) -> None:

@@ -12,29 +12,34 @@ Survives SIGKILL of any process. Opening creates nothing: files come with the fi
 """
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
+from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.files import process_lives
 from turnmill.backends.embedded.launcher import ProcessLauncher
 from turnmill.backends.embedded.locks import only_one, wait_until_gone
+from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.outbox import SqliteOutbox
 from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SCHEMA as RECORDS_SCHEMA
-from turnmill.backends.embedded.records import SqliteRecordStore
+from turnmill.backends.embedded.records import SqliteRecordStore, kind_of, scan
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
-from turnmill.ports import RunPorts
+from turnmill.ports import QueueCounts, RunPorts, Stored
 
 __all__ = [
     "FolderBucket",
     "ProcessLauncher",
+    "look_at_queues",
+    "look_at_root_records",
     "only_one",
     "open_bucket",
     "open_root_records",
@@ -58,9 +63,7 @@ def open_bucket(root: Path) -> FolderBucket:
 
 def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
     """The ports of one run, with `num_replicas` generate_request queues; raises `InvalidInput` for a bad run id."""
-    if _RUN_ID.fullmatch(run_id) is None:
-        raise InvalidInput(f"run id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
-    folder = root.absolute() / "runs" / run_id
+    folder = _run_folder(root, run_id)
     runs = open_root_records(root)
     calls = Database(folder / "records" / "calls.db", RECORDS_SCHEMA + QUEUE_SCHEMA)
     records = SqliteRecordStore(folder / "records", shared={"calls": calls})
@@ -83,6 +86,34 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
         answers=SqliteOutbox(calls, answers),
         close=partial(_close_all, closers),
     )
+
+
+def look_at_queues(root: Path, run_id: str, *, num_replicas: int) -> dict[str, QueueCounts]:
+    """The counts of each queue of a run by its name, as of now; nothing on disk changes and nobody has to wait.
+
+    Raises `InvalidInput` for a bad run id, `BackendUnavailable` for a file that can't be read.
+    """
+    folder = _run_folder(root, run_id)
+    names = ["rollout_request", "rollout_response", *(f"generate_request-{index}" for index in range(num_replicas))]
+    paths = {name: folder / "queues" / f"{name}.db" for name in names}
+    paths["generate_response"] = folder / "records" / "calls.db"
+    nothing = QueueCounts(available=0, in_flight=0, delayed=0, dead=0, num_sent=0)
+    return {
+        name: look(path, "dead", lambda connection: count(connection, time.monotonic())) or nothing
+        for name, path in paths.items()
+    }
+
+
+def look_at_root_records(root: Path, prefix: str) -> list[Stored]:
+    """The deployment's records whose key starts with `prefix`, by key; as `look_at_queues`, it leaves no trace."""
+    path = root.absolute() / "records" / f"{kind_of(prefix)}.db"
+    return look(path, "records", partial(scan, prefix=prefix, after="", limit=-1)) or []
+
+
+def _run_folder(root: Path, run_id: str) -> Path:
+    if _RUN_ID.fullmatch(run_id) is None:
+        raise InvalidInput(f"run id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-'")
+    return root.absolute() / "runs" / run_id
 
 
 def _close_all(closers: list[Callable[[], None]]) -> None:

@@ -9,6 +9,9 @@ can be leased is one index, in the order of arrival.
 Times are those of the machine's monotonic clock, which all of its processes share (see `time.monotonic`): by the wall
 clock, setting it back by an hour would keep the messages of a dead consumer hidden for an hour, and setting it forward
 would end all leases at once. It begins anew with the machine, which no consumer outlives.
+
+The id of a message is the time of its sending in microseconds, or one more than the greatest id where that is later:
+it tells order and age in one number.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.sqlite import BUSY_S, Database
 from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
@@ -56,11 +60,16 @@ CREATE TABLE IF NOT EXISTS dead (
     num_receives INTEGER NOT NULL,
     dead_at REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS totals (id INTEGER PRIMARY KEY CHECK (id = 1), num_sent INTEGER NOT NULL);
 """
 _INSERT = """
-INSERT INTO messages (grp, body, state)
-VALUES (?1, ?2, CASE WHEN EXISTS (SELECT 1 FROM messages WHERE grp = ?1) THEN 0 ELSE 1 END)
+INSERT INTO messages (id, grp, body, state)
+VALUES (
+    max(?3, (SELECT coalesce(max(id), 0) + 1 FROM messages)),
+    ?1, ?2, CASE WHEN EXISTS (SELECT 1 FROM messages WHERE grp = ?1) THEN 0 ELSE 1 END
+)
 """
+_COUNT = "INSERT INTO totals VALUES (1, ?) ON CONFLICT (id) DO UPDATE SET num_sent = num_sent + excluded.num_sent"
 _REMEMBER = """
 INSERT INTO sent VALUES (?, ?) ON CONFLICT (dedup_id) DO UPDATE SET sent_at = excluded.sent_at WHERE sent_at <= ?
 """
@@ -138,8 +147,8 @@ class SqliteQueue:
     async def counts(self) -> QueueCounts:
         """Exact. Messages that wait behind their group count as available."""
         if not self._db.exists:
-            return QueueCounts(available=0, in_flight=0, delayed=0, dead=0)
-        return await self._db.read(self._counts)
+            return QueueCounts(available=0, in_flight=0, delayed=0, dead=0, num_sent=0)
+        return await self._db.read(lambda connection: count(connection, self._clock()))
 
     async def purge(self) -> int:
         """See `ports.QueueAdmin.purge`. What was sent stays known to the deduplication."""
@@ -227,11 +236,15 @@ class SqliteQueue:
         """`send` as an operation on the queue's file, to be part of a larger one."""
         now = self._tidy(connection)
         before = now - DEDUP_WINDOW_S
+        num_sent = 0
         for message in messages:
             dedup_id = message.dedup_id
             if dedup_id is None or connection.execute(_REMEMBER, (dedup_id, now, before)).rowcount:
-                connection.execute(_INSERT, (message.group, message.body))
-                self._news = True
+                connection.execute(_INSERT, (message.group, message.body, int(now * 1e6)))
+                num_sent += 1
+        if num_sent:
+            connection.execute(_COUNT, (num_sent,))
+            self._news = True
 
     def _lease(self, connection: sqlite3.Connection, *, max_messages: int, lease_s: float) -> list[Leased]:
         now = self._tidy(connection)
@@ -342,19 +355,11 @@ class SqliteQueue:
             if changed and state == _READY:
                 self._news = True
 
-    def _counts(self, connection: sqlite3.Connection) -> QueueCounts:
-        total, dead = connection.execute(
-            "SELECT (SELECT count(*) FROM messages), (SELECT count(*) FROM dead)"
-        ).fetchone()
-        hidden, leased = connection.execute(
-            "SELECT count(*), count(token) FROM messages WHERE state = 2 AND visible_at > ?", (self._clock(),)
-        ).fetchone()
-        return QueueCounts(available=total - hidden, in_flight=leased, delayed=hidden - leased, dead=dead)
-
     def _redrive(self, connection: sqlite3.Connection) -> int:
         letters = connection.execute("DELETE FROM dead RETURNING id, grp, body").fetchall()
+        now = int(self._clock() * 1e6)
         for _, group, body in sorted(letters):
-            connection.execute(_INSERT, (group, body))
+            connection.execute(_INSERT, (group, body, now))
         self._news = self._news or bool(letters)
         return len(letters)
 

@@ -72,7 +72,7 @@ class SqliteRecordStore:
         database = self._database(kind_of(prefix))
         if not database.exists:
             return []
-        return await database.read(partial(_scan, prefix=prefix, after=after, limit=limit))
+        return await database.read(partial(scan, prefix=prefix, after=after, limit=limit))
 
     def close(self) -> None:
         """Release files and threads; idempotent."""
@@ -139,7 +139,8 @@ def write_one(connection: sqlite3.Connection, write: Write) -> bool:
     )
 
 
-def _scan(connection: sqlite3.Connection, *, prefix: str, after: str, limit: int) -> list[Stored]:
+def scan(connection: sqlite3.Connection, *, prefix: str, after: str, limit: int) -> list[Stored]:
+    """`SqliteRecordStore.scan` as an operation on a file; a `limit` of -1 is none."""
     rows = connection.execute(_SCAN, (prefix, after, _after_prefix(prefix), limit)).fetchall()
     return [Stored(key=key, value=value, version=version) for key, value, version in rows]
 
