@@ -72,5 +72,5 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for noisy in ("uvicorn.access", "httptools", "asyncio"):
+    for noisy in ("uvicorn.access", "httptools", "asyncio", "watchfiles"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

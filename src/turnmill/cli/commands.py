@@ -9,7 +9,7 @@ from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
-from turnmill.cli.show import runs, status, watch
+from turnmill.cli.show import alerts, runs, status, watch
 from turnmill.cli.up import up, upload
 
 
@@ -19,5 +19,5 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, logs, queues, data, role):
+for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, logs, queues, alerts, data, role):
     turnmill.add_command(command)

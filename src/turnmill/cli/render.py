@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.cli.options import TRAINING
-from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
+from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity, StageRecord
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "cyan", "done": "green", "failed": "red"}
@@ -24,6 +25,14 @@ RUN_STYLES = {
     RunStatus.DUPLICATE: "dim",
     RunStatus.INTERRUPTED: "red",
 }
+SEVERITY_STYLES = {
+    Severity.INFO: "blue",
+    Severity.WARNING: "yellow",
+    Severity.ERROR: "red",
+    Severity.CRITICAL: "bold red",
+}
+# Of an alert, in a list of them.
+_MOST_ERROR_LINES = 5
 
 
 def sparkline(values: Sequence[float], *, width: int = 50) -> str:
@@ -277,3 +286,22 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "checkpoint": training.result.get("checkpoint") if training else None,
         "error": run.error,
     }
+
+
+def alert_lines(alert: Alert) -> list[Text]:
+    """When, how bad, what; then the error, the next command, and deliveries that are not done."""
+    when = datetime.fromtimestamp(alert.created_at).strftime("%Y-%m-%d %H:%M:%S")
+    again = f" (and {alert.num_repeats} times again)" if alert.num_repeats else ""
+    lines = [
+        Text.assemble(
+            f"{when}  ", (f"{alert.severity:8}", SEVERITY_STYLES[alert.severity]), f"  {alert.summary}{again}"
+        )
+    ]
+    if alert.error:
+        lines += [Text(f"    {line}") for line in alert.error.splitlines()[:_MOST_ERROR_LINES]]
+    lines.append(Text(f"    next: {alert.command}", style="dim"))
+    for delivery in alert.deliveries:
+        if delivery.state in (DeliveryState.PENDING, DeliveryState.DEAD):
+            why = f": {delivery.last_error}" if delivery.last_error else ""
+            lines.append(Text(f"    {delivery.channel}: {delivery.state} after {delivery.attempts} attempts{why}"))
+    return lines

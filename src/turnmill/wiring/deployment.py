@@ -13,15 +13,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import FolderBucket, only_one, open_bucket, open_root_records
 from turnmill.config import Resolved, to_dict
 from turnmill.errors import BackendUnavailable, ConfigError, Conflict, TurnmillError
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
-from turnmill.records import Run, RunStatus, Upload
+from turnmill.records import Alert, Run, RunStatus, Upload
+from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
 from turnmill.wiring.reading import list_runs
 from turnmill.wiring.resume import resume
@@ -64,6 +67,7 @@ class Deployment:
         self._bucket: FolderBucket = open_bucket(root)
         self._changed = asyncio.Event()
         self._active: dict[str, asyncio.Task[None]] = {}
+        self._alarms: Dispatcher | None = None
 
     @property
     def folder(self) -> Path:
@@ -73,10 +77,14 @@ class Deployment:
     async def up(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop`: runs that are active then wait for the next `up`, which goes on with them.
 
-        Raises `ConfigError` if the configuration is wrong without any sidecar, `Conflict` if the root is served.
+        Raises `ConfigError` if the configuration is wrong without any sidecar, or `turnmill.toml` is, and `Conflict` if
+        the root is served.
         """
         self._layers.resolve(None)
-        with only_one(self._root / "locks" / "control.lock", f"{self._root} is served by another `turnmill up`"):
+        async with AsyncExitStack() as stack:
+            lock = self._root / "locks" / "control.lock"
+            stack.enter_context(only_one(lock, f"{self._root} is served by another `turnmill up`"))
+            self._alarms = await stack.enter_async_context(open_alarms(self._root))
             ready()
             tasks = {
                 asyncio.create_task(self._take_uploads(stop), name="uploads"),
@@ -114,7 +122,9 @@ class Deployment:
             self._bucket.forget(upload)
             return
         if taken.is_new and taken.run_id is None:
-            self._tell(News(text=f"ignored upload {upload.key}: {upload.ignored or 'it is gone or was changed'}"))
+            alert = upload_ignored(self._root, upload)
+            self._tell(News(text=alert.summary))
+            await self._alarm(alert)
         self._changed.set()
 
     async def _plan(self, upload: Upload, run_id: str) -> Run:
@@ -139,6 +149,8 @@ class Deployment:
             data_path=str(data),
         )
         self._tell(News(text=f"upload {upload.key}: run {run_id} {run.status}", run=run))
+        if error is not None:
+            await self._alarm(run_failed(self._root, run))
         return run
 
     # ------------------------------------------------------------ runs
@@ -178,9 +190,10 @@ class Deployment:
                 logger.exception("run %s hit a defect", run.run_id, extra={"at": run.run_id})
                 await self._give_up(run.run_id, error)
             else:
-                self._tell(
-                    News(text=f"run {run.run_id} {ended.status}" + (f": {failure}" if failure else ""), run=ended)
-                )
+                why = f": {failure}" if failure else ""
+                self._tell(News(text=f"run {run.run_id} {ended.status}{why}", run=ended))
+                if ended.status is RunStatus.FAILED:
+                    await self._alarm(run_failed(self._root, ended))
         except BackendUnavailable as error:
             await self._put_back(run.run_id, error, stop)
         finally:
@@ -201,6 +214,11 @@ class Deployment:
         if not isinstance(error, Conflict):
             failed = await self._change(run_id, RunStatus.FAILED, text)
             self._tell(News(text=f"run {run_id} failed: {text}", run=failed))
+            await self._alarm(run_failed(self._root, failed))
+
+    async def _alarm(self, alert: Alert) -> None:
+        if self._alarms is not None:
+            await raise_alarm(self._alarms, alert)
 
     async def _put_back(self, run_id: str, error: BackendUnavailable, stop: asyncio.Event) -> None:
         """The run waits for its turn again, once its record can be written."""
