@@ -158,3 +158,24 @@ def test_a_killed_control_goes_on_with_its_run_and_a_stopped_one_with_those_that
     for run in runs.values():
         check_accounting(root, run)
         check_steps(root, run)
+
+
+def test_runs_are_cancelled_while_they_wait_and_while_they_train(tmp_path: Path) -> None:
+    root, sidecar = tmp_path / "root", tmp_path / "other.toml"
+    sidecar.write_text("seed = 1\n")
+    data = str(assets.wordle_data("train"))
+    assert turnmill(root, "upload", data, "--name", "first.jsonl").returncode == 0
+    assert turnmill(root, "upload", data, "--name", "second.jsonl", "--config", str(sidecar)).returncode == 0
+    with start_up(root, max_steps="50") as running:
+        wait_for("a step", running.num_steps_of_any, running.process)
+        runs = runs_of(root)
+        first, second = (runs[name]["run_id"] for name in ("first.jsonl", "second.jsonl"))
+        pids = running.children()
+        for run_id in (second, first):
+            done = turnmill(root, "cancel", run_id)
+            assert (done.returncode, done.stdout) == (0, f"run {run_id} is cancelled\n"), done.stderr
+        again = turnmill(root, "cancel", first)
+        assert again.returncode == 2 and "has ended already: cancelled" in again.stderr
+        assert not any(is_alive(pid) for pid in pids)
+        assert running.process.poll() is None, "the deployment goes on"
+    assert {run["status"] for run in runs_of(root).values()} == {"cancelled"}

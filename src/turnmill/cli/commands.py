@@ -10,7 +10,7 @@ from turnmill.cli.queues import queues
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.show import alerts, runs, status, watch
-from turnmill.cli.up import up, upload
+from turnmill.cli.up import cancel, up, upload
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,5 +19,5 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, up, upload, run, resume, evaluate, runs, status, watch, logs, queues, alerts, data, role):
+for command in (demo, up, upload, run, cancel, resume, evaluate, runs, status, watch, logs, queues, alerts, data, role):
     turnmill.add_command(command)

@@ -11,10 +11,13 @@ from turnmill.backends.embedded import open_bucket
 from turnmill.cli import render
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.run import control_log, data_file, on_signals
-from turnmill.cli.show import DEFAULT_ROOT, json_option, root_option
+from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
+from turnmill.records import RunStatus
+from turnmill.wiring.cancelling import ask
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading import until_ended
 from turnmill.wiring.variables import log_format
 
 
@@ -67,3 +70,18 @@ def upload(file: Path, name: str | None, sidecar: Path | None, root: Path) -> No
     target = open_bucket(root).put(file, name or file.name, sidecar=sidecar)
     at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
     click.echo(f"uploaded {target}; `turnmill runs{at_root}` shows the run that it becomes")
+
+
+@click.command(short_help="End a run early.")
+@click.argument("run_id", metavar="RUN")
+@root_option
+def cancel(run_id: str, root: Path) -> None:
+    """End a run early, whichever process has it; its records stay, and `turnmill resume` could go on with it."""
+    find_run(root, run_id)
+    run = run_loop(ask(root, run_id))
+    if run.status is RunStatus.CANCELLED:
+        click.echo(f"run {run_id} is cancelled")
+        return
+    click.echo(f"run {run_id} is told to end; its processes end and what is done stays", err=True)
+    ended = run_loop(until_ended(root, run_id))
+    click.echo(f"run {run_id} is {ended.status}")

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageFailed, TurnmillError
@@ -80,11 +80,11 @@ async def walk(
     record: RunRecord,
     cancel: asyncio.Event,
     *,
-    when_cancelled: RunStatus = RunStatus.CANCELLED,
+    when_cancelled: Callable[[], RunStatus] = lambda: RunStatus.CANCELLED,
 ) -> tuple[Run, TurnmillError | None]:
     """Walk the table to its end; the run record is final afterwards. Returns it with what went wrong, if anything.
 
-    `when_cancelled` is the status that cancelling leads to: a run that goes on later waits for its turn again.
+    `when_cancelled` says which status cancelling leads to: a run that goes on later waits for its turn again.
 
     An error that is not a `TurnmillError` is a defect: Teardown runs, then it is raised.
     """
@@ -105,7 +105,7 @@ async def walk(
             logger.exception("stage %s hit a defect", stage.name, extra={"at": record.run.run_id})
             defect = defect or error
     if isinstance(failure, Cancelled):
-        status = when_cancelled
+        status = when_cancelled()
     elif isinstance(failure, Duplicate):
         status = RunStatus.DUPLICATE
     else:

@@ -15,6 +15,11 @@ def run_key(run_id: str) -> str:
     return f"{RUN_PREFIX}{run_id}"
 
 
+def cancel_key(run_id: str) -> str:
+    """There while somebody wants the run cancelled."""
+    return f"cancels/all/{run_id}"
+
+
 def sample_prefix(run_id: str, purpose: Purpose) -> str:
     return f"samples/{run_id}/{purpose}/"
 

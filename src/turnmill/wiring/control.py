@@ -34,6 +34,7 @@ from turnmill.ports import RunPorts
 from turnmill.records import Purpose, Run, RunKind, RunStatus
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.wiring import variables
+from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.reading import began
 
 
@@ -120,8 +121,11 @@ async def execute(
     try:
         record = await RunRecord.create(runs, run)
         created(run)
-        async with open_control(root, run, config, token) as ctx:
-            return await walk(ctx, stages_of(run.kind), record, cancel)
+        async with (
+            cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why,
+            open_control(root, run, config, token) as ctx,
+        ):
+            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
 
@@ -146,8 +150,11 @@ async def begin(
         token = new_token()
         active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
         await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
-        async with open_control(root, record.run, config, token) as ctx:
-            return await walk(ctx, stages_of(run.kind), record, cancel, when_cancelled=when_cancelled)
+        async with (
+            cancellable(runs, run_id, cancel, when_cancelled) as why,
+            open_control(root, record.run, config, token) as ctx,
+        ):
+            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
 

@@ -120,3 +120,10 @@ async def follow(
                 await asyncio.wait_for(ended.wait(), max(FOLLOW_INTERVAL_S, reading_s / READING_SHARE))
     finally:
         ports.close()
+
+
+async def until_ended(root: Path, run_id: str) -> Run:
+    """The run, once it is final."""
+    async for run, _ in follow(root, run_id):
+        last = run
+    return last

@@ -21,6 +21,7 @@ from turnmill.pipeline.stages import stages_of
 from turnmill.ports import RunPorts, Write
 from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
 from turnmill.training.history import live_batches, scan_all, settle, supersede
+from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
 from turnmill.wiring.reading import as_seen, began
 
@@ -41,7 +42,7 @@ async def resume(
 
     With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
     `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
-    `when_cancelled`: see `pipeline.engine.walk`.
+    `when_cancelled`: its status when `cancel` is set.
     """
     runs = open_root_records(root)
     try:
@@ -59,8 +60,11 @@ async def resume(
             await _prepare(ports, run_id, from_step)
         finally:
             ports.close()
-        async with open_control(root, record.run, config, token) as ctx:
-            return await walk(ctx, stages_of(run.kind), record, cancel, when_cancelled=when_cancelled)
+        async with (
+            cancellable(runs, run_id, cancel, when_cancelled) as why,
+            open_control(root, record.run, config, token) as ctx,
+        ):
+            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
 

@@ -142,7 +142,7 @@ async def test_a_run_that_goes_on_later_waits_for_its_turn_when_it_is_stopped(wo
     cancel = asyncio.Event()
     cancel.set()
     table = [stage(world, "A"), stage(world, "T", always=True)]
-    run, _ = await walk(world.ctx, table, world.record, cancel, when_cancelled=RunStatus.QUEUED)
+    run, _ = await walk(world.ctx, table, world.record, cancel, when_cancelled=lambda: RunStatus.QUEUED)
     assert (run.status, run.ended_at, run.error) == (RunStatus.QUEUED, None, None)
     assert world.log == ["start T"]
 
