@@ -57,7 +57,10 @@ class News:
 
 
 class Deployment:
-    """Runs what is uploaded; `tell` is called for whatever people want to know."""
+    """Runs what is uploaded; `tell` is called for whatever people want to know.
+
+    Raises `ConfigError` if the configuration is wrong without any sidecar.
+    """
 
     def __init__(self, root: Path, layers: Layers, *, max_parallel_runs: int, tell: Callable[[News], None]) -> None:
         self._root = root
@@ -68,6 +71,10 @@ class Deployment:
         self._changed = asyncio.Event()
         self._active: dict[str, asyncio.Task[None]] = {}
         self._alarms: Dispatcher | None = None
+        # Causes of the uploads that could not be taken so far.
+        self._put_off: set[str] = set()
+        # That of uploads whose own can't be used; the file may be changed while the deployment is up.
+        self._base = layers.resolve(None)
 
     @property
     def folder(self) -> Path:
@@ -77,10 +84,8 @@ class Deployment:
     async def up(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop`: runs that are active then wait for the next `up`, which goes on with them.
 
-        Raises `ConfigError` if the configuration is wrong without any sidecar, or `turnmill.toml` is, and `Conflict` if
-        the root is served.
+        Raises `ConfigError` if `turnmill.toml` is wrong, and `Conflict` if the root is served.
         """
-        self._layers.resolve(None)
         async with AsyncExitStack() as stack:
             lock = self._root / "locks" / "control.lock"
             stack.enter_context(only_one(lock, f"{self._root} is served by another `turnmill up`"))
@@ -118,9 +123,13 @@ class Deployment:
         try:
             taken = await intake.take(upload)
         except BackendUnavailable as error:
-            logger.error("upload %s can't be taken now: %s", upload.key, error)
             self._bucket.forget(upload)
+            if upload.cause not in self._put_off:
+                self._put_off.add(upload.cause)
+                logger.error("upload %s can't be taken now: %s", upload.key, error)
+                self._tell(News(text=f"upload {upload.key} can't be taken now, and is tried again: {error}"))
             return
+        self._put_off.discard(upload.cause)
         if taken.is_new and taken.run_id is None:
             alert = upload_ignored(self._root, upload)
             self._tell(News(text=alert.summary))
@@ -135,7 +144,7 @@ class Deployment:
         try:
             resolved = self._layers.resolve(self._bucket.sidecar_of(upload))
         except ConfigError as found:
-            error, resolved = found, self._layers.resolve(None)
+            error, resolved = found, self._base
         run = Run(
             run_id=run_id,
             cause=upload.cause,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -200,3 +201,44 @@ def test_a_folder_or_a_missing_file_can_not_be_uploaded(bucket: FolderBucket, tm
         bucket.put(tmp_path, "a.jsonl")
     with pytest.raises(NotFound):
         bucket.put(tmp_path / "missing.jsonl", "a.jsonl")
+
+
+def test_a_name_that_leaves_no_room_for_a_sidecar_has_none(bucket: FolderBucket) -> None:
+    (bucket.folder / f"{'x' * 249}.jsonl").write_bytes(ROW)
+    (found,) = look_until_quiet(bucket)
+    assert bucket.sidecar_of(found) is None
+
+
+LOOKER = """
+import os, sys
+from pathlib import Path
+from turnmill.backends.embedded.bucket import FolderBucket
+if os.getuid() == 0:
+    os.setuid(65534)  # permissions don't bind root
+bucket = FolderBucket(Path(sys.argv[1]), settle_s=0)
+print([upload.key for _ in range(2) for upload in bucket.look()[0]])
+"""
+
+
+def test_folders_that_can_not_be_looked_at_are_warned_about_once_and_hide_nothing_else() -> None:
+    # Not in `tmp_path`: nobody else may enter that.
+    with tempfile.TemporaryDirectory() as place:
+        training = Path(place) / "training-data"
+        locked = {training / "unlisted": 0o300, training / "unentered": 0o444}
+        for folder in (training, *locked):
+            folder.mkdir()
+            (folder / "tasks.jsonl").write_bytes(ROW)
+        if os.getuid() == 0:
+            for path in (Path(place), *Path(place).rglob("*")):
+                os.chown(path, 65534, -1)
+        for folder, mode in locked.items():
+            folder.chmod(mode)
+        done = subprocess.run([sys.executable, "-c", LOOKER, place], capture_output=True, text=True, check=False)
+        for folder in locked:
+            folder.chmod(0o700)
+    assert done.stdout == "['tasks.jsonl']\n", done.stderr
+    warnings = sorted(done.stderr.splitlines())
+    assert [line.split(" can't be looked at: ")[0] for line in warnings] == [
+        str(training / "unentered" / "tasks.jsonl"),
+        str(training / "unlisted"),
+    ]

@@ -17,7 +17,7 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class FolderBucket:
         self.folder = folder.absolute() / TRAINING_DATA
         self._settle_s = settle_s
         self._seen: dict[str, _Seen] = {}
+        self._unreadable: dict[str, OSError] = {}
 
     # ------------------------------------------------------------ looking
 
@@ -101,7 +102,8 @@ class FolderBucket:
         finished: list[Upload] = []
         is_waiting = False
         seen: dict[str, _Seen] = {}
-        for key, path, status in _files(self.folder):
+        unreadable: dict[str, OSError] = {}
+        for key, path, status in _files(self.folder, unreadable):
             version = _version_of(status)
             known = self._seen.get(key)
             if known is None or known.version != version:
@@ -123,7 +125,9 @@ class FolderBucket:
                     ignored=_why_ignored(key, status),
                 )
             )
-        self._seen = seen
+        for name in unreadable.keys() - self._unreadable.keys():
+            logger.warning("%s can't be looked at: %s; change its permissions", name, unreadable[name].strerror)
+        self._seen, self._unreadable = seen, unreadable
         return finished, is_waiting
 
     def forget(self, upload: Upload) -> None:
@@ -143,7 +147,8 @@ class FolderBucket:
     def sidecar_of(self, upload: Upload) -> Path | None:
         """The file with parameters for this upload alone, if there is one."""
         path = self.folder / (upload.key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
-        return path if path.is_file() else None
+        # Not `path.is_file()`: that raises an error where the suffix makes the name too long.
+        return path if os.path.isfile(path) else None
 
     def fetch(self, upload: Upload, target: Path) -> None:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
@@ -199,17 +204,30 @@ class FolderBucket:
 # ---------------------------------------------------------------- files
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Everything below that is meant to be looked at, as (key, path, status of the file itself, links not followed)."""
-    for parent, folders, names in os.walk(folder):
+def _files(folder: Path, unreadable: dict[str, OSError]) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Everything below that is meant to be looked at, as (key, path, status of the file itself, links not followed).
+
+    What is there and can't be looked at is added to `unreadable`, by path.
+    """
+
+    def note(error: OSError) -> None:
+        # What was removed in this moment, or made a folder of, is no trouble.
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            unreadable[str(error.filename)] = error
+
+    for parent, folders, names in os.walk(folder, onerror=note):
         folders[:] = sorted(name for name in folders if not _is_temporary(name))
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for name in sorted([*names, *links]):
             if _is_temporary(name) or name.endswith(SIDECAR_SUFFIX):
                 continue
             path = Path(parent, name)
-            with suppress(FileNotFoundError):
-                yield path.relative_to(folder).as_posix(), path, path.lstat()
+            try:
+                status = path.lstat()
+            except OSError as error:
+                note(error)
+            else:
+                yield path.relative_to(folder).as_posix(), path, status
 
 
 def _is_temporary(name: str) -> bool:
