@@ -42,13 +42,19 @@ def up(max_parallel_runs: int, config_file: Path | None, root: Path, as_json: bo
 async def _serve(root: Path, layers: Layers, max_parallel_runs: int, as_json: bool) -> None:
     console = PlainConsole(stderr=as_json)
     stop = asyncio.Event()
+    closed: list[BrokenPipeError] = []
 
     def tell(news: News) -> None:
-        if as_json:
-            summary = render.summary(news.run, []) if news.run else None
-            click.echo(json.dumps({"text": news.text, "run": summary}))
-        else:
-            say(console, news.text)
+        try:
+            if as_json:
+                summary = render.summary(news.run, []) if news.run else None
+                click.echo(json.dumps({"text": news.text, "run": summary}))
+            else:
+                say(console, news.text)
+        except BrokenPipeError as error:
+            # Nobody listens any more. It is no failure of the run that this is about: all ends in order first.
+            closed.append(error)
+            stop.set()
 
     deployment = Deployment(root, layers, max_parallel_runs=max_parallel_runs, tell=tell)
 
@@ -57,6 +63,8 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, as_json: bo
 
     with on_signals(stop, console), control_log(root / "logs" / "control.log"), WarningsShown(console):
         await deployment.up(stop, ready)
+    if closed:
+        raise closed[0]
 
 
 @click.command(short_help="Put a file of tasks where `turnmill up` finds it.")

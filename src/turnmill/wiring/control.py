@@ -24,7 +24,7 @@ from turnmill.config.values import suggest
 from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
-from turnmill.errors import DataError, InvalidInput, TurnmillError
+from turnmill.errors import Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
@@ -35,7 +35,7 @@ from turnmill.records import Purpose, Run, RunKind, RunStatus
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading import as_seen, began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +135,13 @@ async def begin(
 ) -> tuple[Run, TurnmillError | None]:
     """Run a queued run for the first time, as `execute` does with an order; what is wrong with it makes it a failure.
 
-    Raises `Conflict` when somebody else begins it at the same moment.
+    Raises `Conflict` when somebody else has begun it, or does so at the same moment.
     """
     runs = open_root_records(root)
     try:
         record = await RunRecord.open(runs, run_id)
+        if (status := as_seen(record.run).status) not in (RunStatus.QUEUED, RunStatus.INTERRUPTED):
+            raise Conflict(f"run {run_id} does not wait to be begun: it is {status}")
         run, config = record.run, from_dict(record.run.config)
         try:
             resolved = Resolved(config=config, sources=run.sources)

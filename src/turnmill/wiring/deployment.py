@@ -11,6 +11,7 @@ Nothing is remembered here: what was going on when the process was killed is fou
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -20,13 +21,13 @@ from pathlib import Path
 from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import FolderBucket, only_one, open_bucket, open_root_records
 from turnmill.config import Resolved, to_dict
-from turnmill.errors import BackendUnavailable, ConfigError, Conflict, TurnmillError
+from turnmill.errors import BackendUnavailable, Cancelled, ConfigError, Conflict, TurnmillError
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Alert, Run, RunStatus, Upload
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
-from turnmill.wiring.reading import list_runs
+from turnmill.wiring.reading import as_seen, list_runs
 from turnmill.wiring.resume import resume
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,9 @@ class Deployment:
                 ended, failure = await self._walk(run, stop)
             except BackendUnavailable:
                 raise
+            except Cancelled:
+                # Stopped before anything was changed: the next `up` goes on with it.
+                logger.info("run %s waits for the next start", run.run_id, extra={"at": run.run_id})
             except TurnmillError as error:
                 await self._give_up(run.run_id, error)
             except Exception as error:
@@ -221,9 +225,10 @@ class Deployment:
         """The run can't be begun or gone on with: it has failed, unless somebody else has it."""
         text = str(error) or type(error).__name__
         if not isinstance(error, Conflict):
-            failed = await self._change(run_id, RunStatus.FAILED, text)
-            self._tell(News(text=f"run {run_id} failed: {text}", run=failed))
-            await self._alarm(run_failed(self._root, failed))
+            run = await self._change(run_id, RunStatus.FAILED, text)
+            if run.status is RunStatus.FAILED:
+                self._tell(News(text=f"run {run_id} failed: {text}", run=run))
+                await self._alarm(run_failed(self._root, run))
 
     async def _alarm(self, alert: Alert) -> None:
         if self._alarms is not None:
@@ -242,11 +247,12 @@ class Deployment:
                 return
 
     async def _change(self, run_id: str, status: RunStatus, error: str | None) -> Run:
-        """Give the run another status, unless it has a final one."""
+        """Give the run another status, unless it has a final one or was taken up by another process meanwhile."""
         runs = open_root_records(self._root)
         try:
             record = await RunRecord.open(runs, run_id)
-            if not record.run.status.is_final:
+            is_others = as_seen(record.run).status is RunStatus.ACTIVE and record.run.pid != os.getpid()
+            if not record.run.status.is_final and not is_others:
                 ended_at = time.time() if status.is_final else None
                 await record.save(replace(record.run, status=status, ended_at=ended_at, error=error))
             return record.run

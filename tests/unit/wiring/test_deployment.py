@@ -1,12 +1,47 @@
 """What users do to a deployment while it is up must not bring it down."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from turnmill.records import RunStatus
+import pytest
+
+from turnmill.backends.embedded import only_one, open_root_records
+from turnmill.backends.embedded.locks import lock_path
+from turnmill.config import to_dict
+from turnmill.errors import Conflict
+from turnmill.ports import Write
+from turnmill.records import Run, RunStatus, StageRecord, encode
+from turnmill.wiring.control import begin
 from turnmill.wiring.deployment import Deployment, Layers, News
+from turnmill.wiring.reading import began, look_at_run
 
 ROW = '{"id": "a"}\n'
+LAYERS = Layers(file=None, environ={}, flags={})
+
+
+async def record_active(root: Path, pid: int | None, *stages: StageRecord) -> Run:
+    """The run of an upload that the process `pid` has; one that is gone, where that is None."""
+    resolved = LAYERS.resolve(None)
+    run = Run(
+        run_id="one",
+        cause="cause",
+        upload="a.jsonl",
+        status=RunStatus.ACTIVE,
+        created_at=1.0,
+        config=to_dict(resolved.config),
+        sources=resolved.sources,
+        data_path=None,
+        stages=stages,
+        pid=pid or os.getpid(),
+        pid_began=began(pid) if pid else 0,
+    )
+    records = open_root_records(root)
+    await records.write([Write(key=run.key, value=encode(run), expected=0)])
+    records.close()
+    return run
 
 
 async def test_a_configuration_that_is_spoiled_later_fails_the_upload_and_not_the_deployment(tmp_path: Path) -> None:
@@ -59,3 +94,46 @@ async def test_an_upload_that_can_not_be_copied_now_is_told_once_and_taken_later
     put_off = [text for text in told if "is tried again" in text]
     assert [text.partition(" can't")[0] for text in put_off] == ["upload a.jsonl", "upload b.jsonl"]
     assert any(text.startswith("upload a.jsonl: run ") and text.endswith(" queued") for text in told)
+
+
+async def test_stopping_while_the_processes_of_an_earlier_start_end_leaves_the_run_for_the_next(tmp_path: Path) -> None:
+    await record_active(tmp_path, None, StageRecord(name="ValidateData", state="failed", started_at=1.0))
+    stop, told = asyncio.Event(), list[str]()
+
+    def tell(news: News) -> None:
+        told.append(news.text)
+        asyncio.get_running_loop().call_later(0.5, stop.set)
+
+    with only_one(lock_path(tmp_path, "one", "trainer"), "an orphan"):
+        async with asyncio.timeout(30):
+            await Deployment(tmp_path, LAYERS, max_parallel_runs=1, tell=tell).up(stop, lambda: None)
+    assert told == ["run one goes on: a.jsonl"]
+    assert look_at_run(tmp_path, "one").status is RunStatus.INTERRUPTED
+
+
+async def test_a_run_that_another_process_has_taken_up_is_not_begun(tmp_path: Path) -> None:
+    await record_active(tmp_path, os.getppid())
+    with pytest.raises(Conflict, match="it is active"):
+        await begin(tmp_path, "one", cancel=asyncio.Event(), when_cancelled=RunStatus.QUEUED)
+    assert look_at_run(tmp_path, "one").pid == os.getppid()
+
+
+async def test_a_closed_pipe_ends_the_deployment_and_fails_no_run(tmp_path: Path) -> None:
+    await record_active(tmp_path, None)
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "turnmill", "up", "--json", "--root", str(tmp_path)),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    try:
+        async with asyncio.timeout(30):
+            _, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    assert process.returncode == 1 and b"Traceback" not in err, err
+    assert look_at_run(tmp_path, "one").status is RunStatus.QUEUED, "stopped, so that the next one begins it"
