@@ -1,5 +1,6 @@
 """Files that ship with the package: the tiny base model and the Wordle tasks."""
 
+import os
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -14,7 +15,8 @@ def model_folder(base_model: str) -> Path:
     """The folder of a shipped model by name, or `base_model` as a path; existence is not checked."""
     if base_model in shipped_models():
         return _HERE / "models" / base_model
-    return Path(base_model).expanduser()
+    # Not `Path.expanduser`: that raises an error for a user who does not exist.
+    return Path(os.path.expanduser(base_model))
 
 
 def wordle_data(part: str) -> Path:

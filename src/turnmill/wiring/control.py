@@ -62,7 +62,8 @@ def check_order(order: Order) -> None:
         )
     base_model = order.resolved.config.base_model
     folder = assets.model_folder(base_model)
-    if not (folder / "config.json").is_file():
+    # Not `Path.is_file`: that raises an error for a name that is too long.
+    if not os.path.isfile(folder / "config.json"):
         names = assets.shipped_models()
         raise InvalidInput(
             f'base_model = "{base_model}" ({order.resolved.sources["base_model"]}) is neither a shipped model '
@@ -83,7 +84,7 @@ def resolve(
     base_model = base_model_of(file=file, environ=environ, flags=flags, sidecar=sidecar)
     recipe = assets.model_folder(base_model) / "recipe.toml"
     return load_config(
-        recipe=recipe if recipe.is_file() else None, file=file, environ=environ, sidecar=sidecar, flags=flags
+        recipe=recipe if os.path.isfile(recipe) else None, file=file, environ=environ, sidecar=sidecar, flags=flags
     )
 
 

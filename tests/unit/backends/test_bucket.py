@@ -186,7 +186,16 @@ def test_a_sidecar_is_the_one_beside_the_upload(bucket: FolderBucket, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "key", ["tasks.json", "../tasks.jsonl", "/tasks.jsonl", "a//b.jsonl", ".a.jsonl", "a/./b.jsonl"]
+    "key",
+    [
+        "tasks.json",
+        "../tasks.jsonl",
+        "/tasks.jsonl",
+        "a//b.jsonl",
+        ".a.jsonl",
+        "a/./b.jsonl",
+        os.fsdecode(b"\xe9.jsonl"),
+    ],
 )
 def test_uploads_with_names_that_would_not_be_found_are_refused(bucket: FolderBucket, tmp_path: Path, key: str) -> None:
     source = tmp_path / "a.jsonl"

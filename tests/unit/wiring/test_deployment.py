@@ -11,10 +11,10 @@ import pytest
 from turnmill.backends.embedded import only_one, open_root_records
 from turnmill.backends.embedded.locks import lock_path
 from turnmill.config import to_dict
-from turnmill.errors import Conflict
+from turnmill.errors import Conflict, InvalidInput
 from turnmill.ports import Write
-from turnmill.records import Run, RunStatus, StageRecord, encode
-from turnmill.wiring.control import begin
+from turnmill.records import Run, RunKind, RunStatus, StageRecord, encode
+from turnmill.wiring.control import Order, begin, check_order
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.reading import began, look_at_run
 
@@ -137,3 +137,14 @@ async def test_a_closed_pipe_ends_the_deployment_and_fails_no_run(tmp_path: Path
             await process.wait()
     assert process.returncode == 1 and b"Traceback" not in err, err
     assert look_at_run(tmp_path, "one").status is RunStatus.QUEUED, "stopped, so that the next one begins it"
+
+
+@pytest.mark.parametrize("base_model", ["~nobody-of-this-name/model", "x" * 300])
+def test_a_base_model_that_can_not_be_a_folder_is_refused_like_one_that_is_none(
+    tmp_path: Path, base_model: str
+) -> None:
+    sidecar = tmp_path / "a.config.toml"
+    sidecar.write_text(f'base_model = "{base_model}"\n')
+    order = Order(kind=RunKind.TRAIN, resolved=LAYERS.resolve(sidecar), data=None, eval_data=None)
+    with pytest.raises(InvalidInput, match="neither a shipped model"):
+        check_order(order)

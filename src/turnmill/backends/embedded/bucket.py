@@ -178,6 +178,8 @@ class FolderBucket:
         target = self.folder / key
         if not key.endswith(SUFFIX) or os.path.normpath(key) != key or key.startswith(("/", "..")):
             raise InvalidInput(f"{key!r} can't be the name of an upload: use NAME{SUFFIX} or FOLDER/NAME{SUFFIX}")
+        if not _is_text(key):
+            raise InvalidInput(f"{key!a} can't be the name of an upload: it is no valid UTF-8; give it another one")
         if any(_is_temporary(part) for part in key.split("/")):
             raise InvalidInput(f"{key!r} looks like a temporary file and would be ignored")
         with disk(source), source.open("rb"):
@@ -241,11 +243,16 @@ def _why_ignored(key: str, status: os.stat_result) -> str | None:
         return "it is a link, and links are not followed: copy the file itself"
     if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
-    if not key.isascii() and os.fsencode(key).decode("utf-8", "replace") != key:
+    if not _is_text(key):
         return "its name is no valid UTF-8"
     if not key.endswith(SUFFIX):
         return f"only {SUFFIX} files are trained on; parameters for one go into NAME{SIDECAR_SUFFIX}"
     return None
+
+
+def _is_text(key: str) -> bool:
+    """Whether the bytes of the name are UTF-8."""
+    return key.isascii() or os.fsencode(key).decode("utf-8", "replace") == key
 
 
 def _version_of(status: os.stat_result) -> str:
