@@ -120,13 +120,11 @@ async def execute(
     )
     runs = open_root_records(root)
     try:
-        record = await RunRecord.create(runs, run)
-        created(run)
-        async with (
-            cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why,
-            open_control(root, run, config, token) as ctx,
-        ):
-            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+        async with cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why:
+            record = await RunRecord.create(runs, run)
+            created(run)
+            async with open_control(root, run, config, token) as ctx:
+                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
 
@@ -151,13 +149,12 @@ async def begin(
             await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
             return record.run, error
         token = new_token()
-        active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
-        await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
-        async with (
-            cancellable(runs, run_id, cancel, when_cancelled) as why,
-            open_control(root, record.run, config, token) as ctx,
-        ):
-            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+        # Wishes count from here on: before, a run that is cancelled has not begun.
+        async with cancellable(runs, run_id, cancel, when_cancelled) as why:
+            active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
+            await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
+            async with open_control(root, record.run, config, token) as ctx:
+                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
 

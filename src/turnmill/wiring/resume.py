@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
-from turnmill.config import Resolved, from_dict
+from turnmill.config import Config, Resolved, from_dict
 from turnmill.errors import Cancelled, Conflict, InvalidInput, TurnmillError
 from turnmill.intake.dataset import validate
 from turnmill.pipeline.engine import RunRecord, walk
@@ -50,23 +50,30 @@ async def resume(
         run = record.run
         check_run(run, from_step)
         config = from_dict(run.config)
-        ports = open_run(root, run_id, num_replicas=config.generation_replicas)
-        try:
-            await _check_step(ports, run_id, from_step)
-            await _wait_for_orphans(root, run_id, cancel)
-            token = new_token()
-            await _claim(record, hash_of(token))
+        async with cancellable(runs, run_id, cancel, when_cancelled) as why:
+            token = await _take_over(root, record, config, from_step, cancel)
             created(record.run)
-            await _prepare(ports, run_id, from_step)
-        finally:
-            ports.close()
-        async with (
-            cancellable(runs, run_id, cancel, when_cancelled) as why,
-            open_control(root, record.run, config, token) as ctx,
-        ):
-            return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+            async with open_control(root, record.run, config, token) as ctx:
+                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
     finally:
         runs.close()
+
+
+async def _take_over(
+    root: Path, record: RunRecord, config: Config, from_step: int | None, cancel: asyncio.Event
+) -> str:
+    """Make the run this process's own, rid of what earlier ones left; the token of its workers."""
+    run_id = record.run.run_id
+    ports = open_run(root, run_id, num_replicas=config.generation_replicas)
+    try:
+        await _check_step(ports, run_id, from_step)
+        await _wait_for_orphans(root, run_id, cancel)
+        token = new_token()
+        await _claim(record, hash_of(token))
+        await _prepare(ports, run_id, from_step)
+        return token
+    finally:
+        ports.close()
 
 
 def check_run(run: Run, from_step: int | None) -> None:
