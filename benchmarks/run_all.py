@@ -2,7 +2,8 @@
 
     python -m benchmarks.run_all [--quick] [--only routing engine ...]
 
-Each benchmark is a process of its own, one after the other. A benchmark that fails is named in both files and makes the
+Each benchmark is a process of its own, one after the other. With `--only`, what the files hold of the others, measured in
+the same form, stays. A benchmark that fails is named in both files and makes the
 exit code 1; a peer that is missing is named as skipped and does not. A promised ratio that was measured on a quiet
 machine and does not hold is told at the end, and makes the exit code 1 with `--strict`.
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,14 @@ def _other_figures(lines: list[Line]) -> list[str]:
     return rows
 
 
+def kept_lines(results: Path, *, besides: Sequence[str], quick: bool) -> list[Line]:
+    """What an earlier run in the same form measured of the benchmarks that are not to be run now."""
+    if not results.exists():
+        return []
+    before = json.loads(results.read_text(encoding="utf-8"))
+    return [line for line in before["lines"] if before["quick"] == quick and line["benchmark"] not in besides]
+
+
 def not_met(lines: list[Line]) -> list[str]:
     """The promised ratios that do not hold, of those that were measured on a quiet machine."""
     return [
@@ -128,6 +138,7 @@ def main() -> None:
     args = parser.parse_args()
     lines: list[Line] = []
     failures: list[str] = []
+    kept = kept_lines(args.results, besides=args.only, quick=args.quick)
     load_before, busy_before = load(), busy(2.0)
     for name in args.only:
         found, failure = run(name, quick=args.quick)
@@ -142,7 +153,7 @@ def main() -> None:
         "load_after": load(),
         "others_busy_before": busy_before,
         "failures": failures,
-        "lines": lines,
+        "lines": sorted([*kept, *lines], key=lambda line: NAMES.index(line["benchmark"])),
     }
     for path, text in ((args.results, json.dumps(result, indent=1) + "\n"), (args.page, page(result))):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from turnmill.training.trainer import Trainer
 
 GROUP = 8
 # So small that the weights, and with them the log-probs, stay what they are.
-LR = 1e-9
+LR = 1e-12
 # Turns of each of the 64 conversations of a step of `make demo`, most of which use up all six.
 DEMO_TURNS = [3] * 3 + [4] * 2 + [5] + [6] * 58
 
