@@ -213,9 +213,9 @@ def all_throughputs(folder: Path, *, quick: bool) -> dict[str, int]:
     )
     throughput(spelling, steps=8 if quick else 20, rounds=1 if quick else 3, counts=both)
     deep = Case(name="the same policy in 8 layers (1.01 M)", model=str(deeper(folder / "deeper")))
-    throughput(deep, steps=6 if quick else 30, rounds=1 if quick else 2, counts=two)
+    throughput(deep, steps=6 if quick else 40, rounds=1, counts=two)
     shipped = Case(name="wordle-tiny (0.29 M)", model=MODEL)
-    return throughput(shipped, steps=6 if quick else 30, rounds=1 if quick else 2, counts=two)
+    return throughput(shipped, steps=6 if quick else 40, rounds=1, counts=two)
 
 
 # ---------------------------------------------------------------- time to a reward

@@ -2,8 +2,8 @@
 
     python -m benchmarks.run_all [--quick] [--only routing engine ...]
 
-Each benchmark is a process of its own, one after the other. With `--only`, what the files hold of the others, measured in
-the same form, stays. A benchmark that fails is named in both files and makes the
+Each benchmark is a process of its own, one after the other. With `--only`, what the files hold of the others, measured
+in the same form, stays. A benchmark that fails is named in both files and makes the
 exit code 1; a peer that is missing is named as skipped and does not. A promised ratio that was measured on a quiet
 machine and does not hold is told at the end, and makes the exit code 1 with `--strict`.
 """

@@ -34,7 +34,7 @@ def compare(case: Case, threads: int, *, rounds: int, seconds: float) -> None:
 
 def main() -> None:
     args = arguments("How many tokens are trained a second?").parse_args()
-    rounds, seconds = (3, 0.5) if args.quick else (9, 2.0)
+    rounds, seconds = (3, 0.5) if args.quick else (5, 2.0)
     with tempfile.TemporaryDirectory() as folder:
         for case in (demo_case(), llama_case(Path(folder))):
             for threads in (1, 2):
