@@ -295,7 +295,8 @@ def time_to_target(max_steps: int, seeds: int, threads: dict[str, int]) -> None:
         ours = [seconds for seconds in found[OURS] if seconds is not None]
         peers = [seconds for seconds in found[peer] if seconds is not None]
         if len(ours) == len(peers) == seeds:
-            claim = Claim(benchmark=NAME, text=case, unit="s", ours=OURS, peer=peer, at_most=1.0)
+            # Stated, not promised: of three seeds each side may have a lucky one.
+            claim = Claim(benchmark=NAME, text=case, unit="s", ours=OURS, peer=peer)
             emit_ratio(claim, ours, peers, met)
         else:
             emit_skip(NAME, f"ratio: {case}, {peer}", f"reached by ours {len(ours)}, peer {len(peers)} of {seeds}")
