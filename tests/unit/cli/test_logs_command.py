@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from tests.unit.cli.terminal import turnmill_command
 from turnmill.backends.embedded import open_root_records
 from turnmill.cli.commands import turnmill as command
 from turnmill.cli.errors import run_cli
@@ -301,7 +301,7 @@ def test_an_entry_is_complete_when_the_next_begins_or_after_a_pause(tmp_path: Pa
 
 def started(root: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "turnmill", "logs", "r1", "--root", str(root), *arguments],
+        turnmill_command("logs", "r1", "--root", str(root), *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.unit.cli.terminal import turnmill_command
 from turnmill import assets
 from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.cli.commands import turnmill
@@ -138,16 +139,7 @@ def test_warnings_of_the_pipeline_are_shown_and_errors_are_left_to_the_end() -> 
 def evaluation(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """An evaluation of its own process, just started; what it says comes through pipes."""
     command = ["eval", "wordle-tiny", "--data", str(assets.wordle_data("eval")), "--root", str(tmp_path)]
-    # Under nohup, SIGHUP would be ignored from the start, which the command takes over.
-    unhup = (
-        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", unhup, sys.executable, "-m", "turnmill", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = subprocess.Popen(turnmill_command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:  # closes the pipes
         try:
             yield process
