@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, open_channels, secrets_of
-from turnmill.backends.embedded import look_at_root_records, open_root_records
+from turnmill.backends.embedded import log_tail, look_at_root_records, open_root_records
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import BackendUnavailable
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
 # Of the log of each role that is shown.
 _NUM_LINES = 10
-_MOST_LOG_BYTES = 64 * 1024
 
 
 @asynccontextmanager
@@ -78,10 +77,5 @@ def look_at_alerts(root: Path, run_id: str | None = None) -> list[Alert]:
 
 def _last_lines(folder: Path) -> list[str]:
     """The last lines of each log, with the name of the role in front."""
-    lines: list[str] = []
-    for path in sorted(folder.glob("*.log")):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _MOST_LOG_BYTES))
-            text = file.read().decode(errors="replace")
-        lines += [f"{path.stem}: {line}" for line in text.splitlines()[-_NUM_LINES:]]
-    return lines
+    logs = sorted(folder.glob("*.log"))
+    return [f"{log.stem}: {line}" for log in logs for line in log_tail(log)[-_NUM_LINES:]]

@@ -247,14 +247,21 @@ class Deployment:
                 return
 
     async def _change(self, run_id: str, status: RunStatus, error: str | None) -> Run:
-        """Give the run another status, unless it has a final one or was taken up by another process meanwhile."""
+        """Give the run another status, unless it has a final one or was taken up by another process meanwhile.
+
+        The run as it is then.
+        """
         runs = open_root_records(self._root)
         try:
             record = await RunRecord.open(runs, run_id)
             is_others = as_seen(record.run).status is RunStatus.ACTIVE and record.run.pid != os.getpid()
             if not record.run.status.is_final and not is_others:
                 ended_at = time.time() if status.is_final else None
-                await record.save(replace(record.run, status=status, ended_at=ended_at, error=error))
+                try:
+                    await record.save(replace(record.run, status=status, ended_at=ended_at, error=error))
+                except Conflict:
+                    # Taken up in this very moment: it is theirs.
+                    return (await RunRecord.open(runs, run_id)).run
             return record.run
         finally:
             runs.close()

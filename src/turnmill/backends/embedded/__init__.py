@@ -21,7 +21,7 @@ from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.files import process_lives
-from turnmill.backends.embedded.launcher import ProcessLauncher
+from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
 from turnmill.backends.embedded.locks import only_one, wait_until_gone
 from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
@@ -38,6 +38,7 @@ from turnmill.ports import QueueCounts, RunPorts, Stored
 __all__ = [
     "FolderBucket",
     "ProcessLauncher",
+    "log_tail",
     "look_at_queues",
     "look_at_root_records",
     "only_one",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from turnmill.backends.embedded.files import aside_in, disk, sync
+from turnmill.backends.embedded.files import disk, replacing
 from turnmill.errors import Conflict, InvalidInput
 from turnmill.records import Upload
 
@@ -153,23 +153,11 @@ class FolderBucket:
     def fetch(self, upload: Upload, target: Path) -> None:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
         source = self.folder / upload.key
-        with disk(source), source.open("rb") as file:
+        with disk(source), source.open("rb") as file, replacing(target) as copy:
             before = _version_of(os.fstat(file.fileno()))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = aside_in(target.parent)
-            try:
-                with aside.open("xb") as copy:
-                    shutil.copyfileobj(file, copy)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-                if {before, _version_of(os.fstat(file.fileno()))} != {upload.version}:
-                    raise Conflict(
-                        f"{upload.key} was changed while it was taken; its new content is an upload of its own"
-                    )
-                os.replace(aside, target)
-            finally:
-                aside.unlink(missing_ok=True)
-        sync(target.parent)
+            shutil.copyfileobj(file, copy)
+            if {before, _version_of(os.fstat(file.fileno()))} != {upload.version}:
+                raise Conflict(f"{upload.key} was changed while it was taken; its new content is an upload of its own")
 
     def put(self, source: Path, key: str, *, sidecar: Path | None = None) -> Path:
         """Upload a file under `key`, whole or not at all, its sidecar first; raises `InvalidInput` or `NotFound`."""
@@ -186,21 +174,14 @@ class FolderBucket:
             pass
         if sidecar is not None:
             with disk(sidecar):
-                self._place(sidecar, self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX))
-        self._place(source, target)
+                _place(sidecar, self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX))
+        _place(source, target)
         return target
 
-    def _place(self, source: Path, target: Path) -> None:
-        with disk(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = aside_in(target.parent)
-            try:
-                shutil.copyfile(source, aside)
-                sync(aside)
-                os.replace(aside, target)
-            finally:
-                aside.unlink(missing_ok=True)
-            sync(target.parent)
+
+def _place(source: Path, target: Path) -> None:
+    with disk(target), source.open("rb") as file, replacing(target) as copy:
+        shutil.copyfileobj(file, copy)
 
 
 # ---------------------------------------------------------------- files

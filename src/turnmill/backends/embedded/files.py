@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from turnmill.errors import BackendUnavailable, NotFound
 
@@ -54,12 +55,19 @@ def process_lives(pid: int) -> bool:
 
 def write_atomically(path: Path, *parts: bytes) -> None:
     """Replace the content of `path`: a reader, also after a crash, sees the old or the new one."""
+    with replacing(path) as file:
+        for part in parts:
+            file.write(part)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at the end, whole and on disk; nothing of it stays after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside_in(path.parent)
     try:
         with aside.open("xb") as file:
-            for part in parts:
-                file.write(part)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)

@@ -112,7 +112,7 @@ class ProcessLauncher:
                 num_restarts=role.num_restarts,
                 exit_code=role.exit_code,
                 pid=None if role.ended.done() else role.process.pid,
-                log_tail=_tail(role.log),
+                log_tail=log_tail(role.log),
             )
             for name, role in self._roles.items()
         ]
@@ -248,7 +248,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     process.send_signal(number)
 
 
-def _tail(log: Path) -> tuple[str, ...]:
+def log_tail(log: Path) -> tuple[str, ...]:
     """The last lines of a log, without secrets."""
     try:
         with log.open("rb") as file:
