@@ -32,7 +32,7 @@ from turnmill.environment.wordle import INVALID_GUESS, Wordle, answer_of, feedba
 from turnmill.errors import RoleFailed
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, load_run
-from turnmill.pipeline.stages import replica_name
+from turnmill.pipeline.processes import replica_name
 from turnmill.ports import RoleSpec, RunPorts
 from turnmill.records import (
     Purpose,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageFailed, TurnmillError
-from turnmill.pipeline.stages import Done, Handle, Stage, StageContext
+from turnmill.pipeline.stage import Done, Handle, Stage, StageContext
 from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_key
 

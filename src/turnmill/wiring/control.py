@@ -29,7 +29,8 @@ from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, walk
-from turnmill.pipeline.stages import StageContext, stages_of
+from turnmill.pipeline.stage import StageContext
+from turnmill.pipeline.stages import stages_of
 from turnmill.ports import RunPorts
 from turnmill.records import Purpose, Run, RunKind, RunStatus
 from turnmill.rollout.scheduler import Scheduler

@@ -22,19 +22,9 @@ from turnmill.errors import (
 )
 from turnmill.evaluation import BackgroundEvaluations, Evaluation
 from turnmill.pipeline.engine import RunRecord, load_run, walk
-from turnmill.pipeline.stages import (
-    STAGES,
-    Done,
-    Handle,
-    Retry,
-    Running,
-    Stage,
-    StageContext,
-    check_roles,
-    poll_training,
-    stages_of,
-    start_training,
-)
+from turnmill.pipeline.processes import check_roles, poll_training, start_training
+from turnmill.pipeline.stage import Done, Handle, Retry, Running, Stage, StageContext
+from turnmill.pipeline.stages import STAGES, stages_of
 from turnmill.ports import RecordStore, RoleSpec, Write
 from turnmill.records import Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
 

@@ -1,0 +1,131 @@
+"""The stages that start the run's processes: generation replicas, reward workers, the trainer."""
+
+from turnmill.config import Config
+from turnmill.errors import RoleFailed, StageFailed
+from turnmill.pipeline.stage import Done, Handle, Running, StageContext
+from turnmill.ports import Launcher, RoleSpec, RoleStatus
+from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key, training_key, worker_key
+
+# A role that died is started again this often: its work is leased again, a trainer goes on from its records.
+MAX_RESTARTS = 5
+# A trainer that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
+FINAL_EXIT_CODES = (0, 1, 2)
+# The only role that comes to an end by itself.
+TRAINER = "trainer"
+
+
+def _death(role: RoleStatus) -> str:
+    tail = "\n".join(f"    {line}" for line in role.log_tail[-8:])
+    return (
+        f"{role.name} ended with exit code {role.exit_code} after {role.num_restarts} restarts; "
+        f"its last log lines:\n{tail}"
+    )
+
+
+async def check_roles(launcher: Launcher) -> None:
+    """Raise `RoleFailed` with the last log lines if a role died for good, or a service ended as if it were done."""
+    for role in await launcher.statuses():
+        if role.state == "failed" or (role.state == "exited" and role.name != TRAINER):
+            raise RoleFailed(_death(role))
+
+
+# ---------------------------------------------------------------- StartGeneration
+
+
+def thread_env(config: Config) -> dict[str, str]:
+    """Torch reads its number of threads from here when it is imported."""
+    return {"OMP_NUM_THREADS": str(config.torch_threads), "MKL_NUM_THREADS": str(config.torch_threads)}
+
+
+def replica_name(index: int) -> str:
+    return f"replica-{index}"
+
+
+async def start_generation(ctx: StageContext) -> Handle:
+    names = [replica_name(i) for i in range(ctx.config.generation_replicas)]
+    for name in names:
+        await ctx.launcher.start(
+            RoleSpec(
+                role="replica",
+                name=name,
+                run_id=ctx.run.run_id,
+                env=thread_env(ctx.config),
+                max_restarts=MAX_RESTARTS,
+            )
+        )
+    return {"replicas": names}
+
+
+async def poll_generation(ctx: StageContext, handle: Handle) -> Running | Done:
+    """Done when each replica has written what it serves."""
+    await check_roles(ctx.launcher)
+    stored = await ctx.ports.records.get([replica_key(ctx.run.run_id, name) for name in handle["replicas"]])
+    ready = [decode(item.value, ReplicaStatus) for item in stored if item is not None]
+    if len(ready) < len(handle["replicas"]):
+        return Running(detail=f"{len(ready)} of {len(handle['replicas'])} replicas are ready")
+    return Done(result={status.replica: str(status.version) for status in ready})
+
+
+# ---------------------------------------------------------------- StartRewardWorkers
+
+
+async def start_reward_workers(ctx: StageContext) -> Handle:
+    name = "worker-0"
+    await ctx.launcher.start(
+        RoleSpec(role="worker", name=name, run_id=ctx.run.run_id, env=dict(ctx.worker_env), max_restarts=MAX_RESTARTS)
+    )
+    return {"workers": [name]}
+
+
+async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Done:
+    """Done when each worker has asked the proxy for work."""
+    await check_roles(ctx.launcher)
+    stored = await ctx.ports.records.get([worker_key(ctx.run.run_id, name) for name in handle["workers"]])
+    ready = sum(item is not None for item in stored)
+    if ready < len(stored):
+        return Running(detail=f"{ready} of {len(stored)} workers are ready")
+    return Done(result={"workers": handle["workers"]})
+
+
+# ---------------------------------------------------------------- SubmitTraining
+
+
+async def start_training(ctx: StageContext) -> Handle:
+    """What the run's earlier trainers said of themselves does not count."""
+    status = await training_status(ctx)
+    await ctx.launcher.start(
+        RoleSpec(
+            role="trainer",
+            name=TRAINER,
+            run_id=ctx.run.run_id,
+            env=thread_env(ctx.config),
+            max_restarts=MAX_RESTARTS,
+            final_exit_codes=FINAL_EXIT_CODES,
+        )
+    )
+    return {"trainer": TRAINER, "after_incarnation": status.incarnation if status else 0}
+
+
+async def training_status(ctx: StageContext) -> TrainingStatus | None:
+    (stored,) = await ctx.ports.records.get([training_key(ctx.run.run_id)])
+    return decode(stored.value, TrainingStatus) if stored else None
+
+
+async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
+    """Done when the trainer says so; a trainer that ends without saying so is a failure."""
+    status = await training_status(ctx)
+    if status is not None and status.incarnation <= handle["after_incarnation"]:
+        status = None
+    if status is not None and status.state == "succeeded":
+        return Done(
+            result={"steps": status.step, "checkpoint": status.checkpoint, "version": str(status.version)},
+        )
+    if status is not None and status.state == "failed":
+        raise StageFailed(f"the trainer stopped at step {status.step}: {status.error}")
+    if status is not None and status.state == "cancelled":
+        raise StageFailed(f"the trainer was told to stop at step {status.step} by somebody else than this pipeline")
+    await check_roles(ctx.launcher)
+    for role in await ctx.launcher.statuses():
+        if role.name == handle["trainer"] and role.state == "exited":
+            raise RoleFailed(_death(role))
+    return Running(detail=f"step {status.step} of {status.max_steps}" if status else "the trainer is starting")

@@ -1,0 +1,42 @@
+"""The stages that follow training: what was learned is measured."""
+
+from pathlib import Path
+from typing import Any
+
+from turnmill.errors import NotFound
+from turnmill.pipeline.processes import check_roles, training_status
+from turnmill.pipeline.stage import Done, Handle, Running, StageContext
+from turnmill.records import RunKind, Version
+
+BASE_VERSION = Version(incarnation=0, n=0)
+
+# ---------------------------------------------------------------- Evaluate
+
+
+async def start_evaluate(ctx: StageContext) -> Handle:
+    """The trained weights and the base play the same held-out tasks; a run without a held-out file skips it."""
+    if ctx.run.eval_path is None:
+        return {"evaluations": {}}
+    if ctx.run.kind is RunKind.EVAL:
+        return {"evaluations": {"eval": None}}
+    status = await training_status(ctx)
+    if status is None:
+        raise NotFound(f"run {ctx.run.run_id} has no training status: there is nothing to evaluate")
+    trained = status.version
+    return {"evaluations": {"before": str(BASE_VERSION), "after": str(trained)}}
+
+
+async def poll_evaluate(ctx: StageContext, handle: Handle) -> Running | Done:
+    """One evaluation after the other: replicas serve the version pointed to, so the pointer moves in between."""
+    await check_roles(ctx.launcher)
+    results: dict[str, Any] = {}
+    for name, version in handle["evaluations"].items():
+        if version is not None and name not in handle.setdefault("pointed", []):
+            await ctx.ports.weights.point(Version.parse(version))
+            handle["pointed"].append(name)
+        await ctx.evaluations.start(name, Path(str(ctx.run.eval_path)))
+        result = ctx.evaluations.poll(name)
+        if result is None:
+            return Running(detail=f"evaluating {name}")
+        results[name] = {**result, "version": version or str(BASE_VERSION)}
+    return Done(result=results)

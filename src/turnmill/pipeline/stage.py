@@ -1,0 +1,85 @@
+"""What a stage is: two idempotent functions and the rules by which they are called; and what they act on.
+
+`start(ctx)` sets something going and returns a handle (JSON); `poll(ctx, handle)` says running, done with a result, or
+raises. Both return within seconds; whoever walks the table owns waiting, time-outs, retries and the record of it.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from turnmill.config import Config
+from turnmill.errors import BackendUnavailable, TurnmillError
+from turnmill.ports import Launcher, RunPorts
+from turnmill.records import Run, RunKind
+
+Handle = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Not finished; `detail` is for people."""
+
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """Finished; `result` goes into the run's history."""
+
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class Evaluations(Protocol):
+    """Held-out evaluations in the background, by name; starting a name twice does nothing."""
+
+    async def start(self, name: str, path: Path) -> None: ...
+
+    def poll(self, name: str) -> dict[str, Any] | None:
+        """The result, or None while it runs; raises what the evaluation raised."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad.
+
+    `claim` takes the content of an upload, by the digest of its data, and reports on that; it raises `Duplicate`.
+    `check` raises what ended a part of the control process without which no stage can come to its end.
+    """
+
+    run: Run
+    config: Config
+    ports: RunPorts
+    launcher: Launcher
+    evaluations: Evaluations
+    validate: Callable[[Path], Awaitable[dict[str, Any]]]
+    claim: Callable[[str], Awaitable[dict[str, Any]]]
+    # Environment of the worker processes: where the proxy is, the run's worker token.
+    worker_env: Mapping[str, str]
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """Which errors are worth another `start`, how often, and how long to wait (doubling, with jitter)."""
+
+    errors: tuple[type[TurnmillError], ...] = (BackendUnavailable,)
+    max_retries: int = 3
+    first_delay_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One row of the table. `expected_s` is a signal (slower is told), `timeout_s` ends the stage as failed."""
+
+    name: str
+    start: Callable[[StageContext], Awaitable[Handle]]
+    poll: Callable[[StageContext, Handle], Awaitable[Running | Done]]
+    timeout_s: Callable[[Config], float]
+    expected_s: float
+    retry: Retry = Retry()
+    kinds: tuple[RunKind, ...] = (RunKind.TRAIN, RunKind.EVAL)
+    # It runs whatever happened before.
+    always: bool = False
