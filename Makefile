@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo check format test verify faults bench bench-peers docs clean
+.PHONY: install demo check format test test-control-plane verify faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,10 @@ format: install
 
 test: install
 	$(BIN)/pytest -n 2 -m "not slow" $(TEST_ARGS)
+
+# What the control plane promises, on real processes: minutes. It ends with the figures; `make verify` runs it too.
+test-control-plane: install
+	$(BIN)/pytest -n 2 tests/control_plane $(TEST_ARGS)
 
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,33 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.accounts import check_accounting, check_steps
-from tests.e2e.processes import PARAMETERS, Running, is_alive, start_turnmill, wait_for
+from tests.e2e.deployment import has_status, runs_of, start_up, turnmill
+from tests.e2e.processes import is_alive, wait_for
 from turnmill import assets
 from turnmill.alerts.webhook import SIGNATURE_HEADER, TIMESTAMP_HEADER, verify
-
-
-@contextmanager
-def start_up(root: Path, **changes: str) -> Iterator[Running]:
-    parameters = {**PARAMETERS, "max-steps": "1", **{name.replace("_", "-"): value for name, value in changes.items()}}
-    flags = [part for name, value in parameters.items() for part in (f"--{name}", value)]
-    with start_turnmill(root, ["up", "--root", str(root), *flags]) as running:
-        yield running
-
-
-def turnmill(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "turnmill", *arguments, "--root", str(root)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def runs_of(root: Path) -> dict[str, dict[str, Any]]:
-    """The runs' figures by upload."""
-    found: list[dict[str, Any]] = json.loads(turnmill(root, "runs", "--json").stdout)
-    return {run["upload"]: run for run in found}
-
-
-def has_status(root: Path, upload: str, status: str) -> bool:
-    return runs_of(root).get(upload, {}).get("status") == status
-
 
 SECRET = "a secret of twenty characters"
 
