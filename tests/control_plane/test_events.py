@@ -122,6 +122,4 @@ def test_a_changed_file_trains_again_and_a_failed_one_is_a_new_attempt(
     assert [run["status"] for run in runs] == ["succeeded", "succeeded", "failed", "failed"]
     record = json.loads(turnmill(root, "status", runs_of(root)["b.jsonl"]["run_id"], "--json").stdout)
     assert record["stages"][0]["result"]["data"]["earlier"] == runs[2]["run_id"], "a new attempt at the same content"
-    record_property(
-        "figure", "a changed file: 2 runs; a failed one again: a new attempt after the first"
-    )
+    record_property("figure", "a changed file: 2 runs; a failed one again: a new attempt after the first")

@@ -2,57 +2,22 @@
 
 import json
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.deployment import has_status, runs_of, start_up, turnmill
 from tests.e2e.processes import is_alive, wait_for
+from tests.e2e.webhooks import SECRET, webhook
 from turnmill import assets
-from turnmill.alerts.webhook import SIGNATURE_HEADER, TIMESTAMP_HEADER, verify
-
-SECRET = "a secret of twenty characters"
-
-
-@contextmanager
-def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A receiver's URL, and the alerts that came with a signature that is right."""
-    received: list[dict[str, Any]] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            verify(SECRET, timestamp=self.headers[TIMESTAMP_HEADER], signed=self.headers[SIGNATURE_HEADER], body=body)
-            received.append(json.loads(body)["alert"])
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    serving = threading.Thread(target=server.serve_forever)
-    serving.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/alerts", received
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
 
 
 def test_uploads_train_by_themselves_and_bad_ones_say_why(tmp_path: Path) -> None:
     root, sidecar = tmp_path / "root", tmp_path / "mine.toml"
     folder = root / "bucket" / "training-data"
     folder.mkdir(parents=True)
-    with webhook() as (url, received):
-        settings = f'[[alerts]]\ntype = "webhook"\nurl = "{url}"\nsecret = "{SECRET}"\n'
-        (root / "turnmill.toml").write_text(settings)
+    with webhook(root) as told:
         _upload_and_serve(root, folder, sidecar)
+        received = [item["alert"] for item in told]
         kinds = {(alert["kind"], alert["stage"]) for alert in received}
         assert kinds == {("ignored_upload", "notes.txt"), ("run_failed", "ValidateData"), ("run_failed", None)}
         (bad,) = [alert for alert in received if alert["stage"] == "ValidateData"]

@@ -4,11 +4,14 @@
                                              over the channel's rate:             -> HELD    -> SUMMED (in a summary)
 
 At least once: a process that is killed after the record, or after a delivery and before its record, leaves a PENDING
-delivery, which the next one takes up; a receiver knows it by the alert's id. One dispatcher at a time delivers for a
-deployment: with two nothing is lost, but much comes twice.
+delivery, which the next one takes up; a receiver knows it by the alert's id.
+
+One dispatcher at a time delivers for a deployment: the one that was started. Any other one records, and hands over to
+it: it looks for that every two seconds. With two of them nothing is lost, but much comes twice.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -33,10 +36,15 @@ from turnmill.records import (
 logger = logging.getLogger(__name__)
 _DEFAULT = Policy()
 _PATTERNS_ONLY = Redactor()
+# Alerts of so long ago are looked through from time to time.
+_SEARCHED_S = 86_400.0
 
 
 class Dispatcher:
-    """Raises and resolves alerts, and delivers them in the background; `start` it first, and `close` it at the end."""
+    """Raises and resolves alerts, and from `start` to `close` delivers in the background, its own and what others left.
+
+    One that was not started records what is raised, for the one that was.
+    """
 
     def __init__(
         self,
@@ -59,16 +67,26 @@ class Dispatcher:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         # Tasks that have to look once more when they end.
         self._again: set[tuple[str, str]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._delivers = False
         self._is_closed = False
 
     async def start(self) -> None:
-        """Take up what earlier processes left; raises `BackendUnavailable`."""
+        """Deliver from here on; take up what earlier processes left. Raises `BackendUnavailable`: then again."""
+        self._delivers = True
         async for alert in self._feed.alerts():
             self._held.recall(alert)
             for delivery in alert.deliveries:
                 if delivery.state is DeliveryState.PENDING:
                     self._spawn(alert.alert_id, delivery.channel)
         self._held.schedule()
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="alerts of other processes")
+            self._looking.add_done_callback(_tell_of_defect)
+
+    async def open_alerts(self, run_id: str | None, *, since: float = 0.0) -> list[Alert]:
+        """Those of the run (None: of none) that are not resolved, oldest first; raises `BackendUnavailable`."""
+        return await self._feed.open_alerts(run_id, since=since)
 
     async def raise_alert(self, alert: Alert) -> Alert:
         """Record `alert` and have it delivered; the alert as it is recorded, or the earlier one in which it is counted.
@@ -81,7 +99,7 @@ class Dispatcher:
             if last is not None and abs(alert.created_at - last.created_at) < self._policy.dedup_window_s:
                 return await self._feed.update(last.alert_id, lambda it: replace(it, num_repeats=it.num_repeats + 1))
             deliveries = tuple(
-                Delivery(channel=name, state=DeliveryState.PENDING if self._held.admit(name) else DeliveryState.HELD)
+                Delivery(channel=name, state=DeliveryState.PENDING if self._admits(name) else DeliveryState.HELD)
                 for name, channel in self._channels.items()
                 if alert.severity.rank >= channel.min_severity.rank
             )
@@ -93,9 +111,7 @@ class Dispatcher:
             await self._feed.add(alert)
         failpoints.hit("alerts.recorded")
         self._held.hold(alert)
-        for delivery in deliveries:
-            if delivery.state is DeliveryState.PENDING:
-                self._spawn(alert.alert_id, delivery.channel)
+        await self._set_off(alert)
         return alert
 
     async def resolve(self, kind: AlertKind, *, run_id: str | None = None, stage: str | None = None) -> Alert | None:
@@ -108,9 +124,7 @@ class Dispatcher:
             if last is None:
                 return None
             alert = await self._feed.update(last.alert_id, _resolved)
-        for delivery in alert.deliveries:
-            if delivery.action is DeliveryAction.RESOLVE:
-                self._spawn(alert.alert_id, delivery.channel)
+        await self._set_off(alert)
         return alert
 
     async def redrive(self, alert_id: str, channel: str, action: DeliveryAction = DeliveryAction.TRIGGER) -> None:
@@ -122,8 +136,7 @@ class Dispatcher:
         ]
         if not letters:
             raise NotFound(f"no delivery of alert {alert_id!r} to channel {channel!r} is a dead letter")
-        await self._feed.set_delivery(alert_id, Delivery(channel=channel, action=action))
-        await self._feed.unbury(letters[0])
+        await self._feed.redrive(letters[0])
         self._spawn(alert_id, channel)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -136,6 +149,9 @@ class Dispatcher:
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Give deliveries `grace_s`, then leave the rest to the next process; idempotent."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._held.close()
         await self.drain(grace_s)
         self._is_closed = True
@@ -144,10 +160,55 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _admits(self, channel: str) -> bool:
+        """The rates are kept by the one that delivers."""
+        return not self._delivers or self._held.admit(channel)
+
+    async def _set_off(self, alert: Alert) -> None:
+        """Have what is pending of `alert` delivered, here or by the one that delivers."""
+        pending = [delivery.channel for delivery in alert.deliveries if delivery.state is DeliveryState.PENDING]
+        if pending and not self._delivers:
+            await self._feed.hand_over(alert.alert_id)
+            return
+        for channel in pending:
+            self._spawn(alert.alert_id, channel)
+
+    async def _look(self) -> None:
+        """Consumes what others hand over; ends when it is cancelled."""
+        searched = time.monotonic()
+        while True:
+            await asyncio.sleep(self._policy.look_s)
+            try:
+                for alert_id, note in await self._feed.handed_over():
+                    # It may be gone since: then there is nothing to deliver.
+                    with contextlib.suppress(NotFound):
+                        await self._take_up(await self._feed.get(alert_id))
+                    await self._feed.taken_over(note)
+                if time.monotonic() - searched >= self._policy.search_s:
+                    searched = time.monotonic()
+                    async for alert in self._feed.alerts(since=time.time() - _SEARCHED_S):
+                        await self._take_up(alert)
+            except BackendUnavailable as error:
+                logger.warning("alerts of other processes can't be looked for, trying again: %s", error)
+
+    async def _take_up(self, alert: Alert) -> None:
+        """Deliver what somebody else left pending, or hold it where that is over the channel's rate."""
+        for delivery in alert.deliveries:
+            about = (alert.alert_id, delivery.channel)
+            if delivery.state is not DeliveryState.PENDING:
+                continue
+            is_new = delivery.action is DeliveryAction.TRIGGER and not delivery.attempts and about not in self._tasks
+            # A channel that nobody knows here has no rate; its delivery becomes a dead letter.
+            if is_new and delivery.channel in self._channels and not self._held.admit(delivery.channel):
+                held = replace(delivery, state=DeliveryState.HELD)
+                self._held.hold(await self._feed.set_delivery(alert.alert_id, held))
+            else:
+                self._spawn(*about)
+
     def _spawn(self, alert_id: str, channel: str) -> None:
         """Have all that is pending between this alert and this channel delivered, in order."""
         about = (alert_id, channel)
-        if self._is_closed:
+        if self._is_closed or not self._delivers:
             return
         if about in self._tasks:
             self._again.add(about)
@@ -175,6 +236,11 @@ class Dispatcher:
             except NotFound as error:
                 logger.warning("an alert was removed before it was delivered: %s", error, extra={"at": alert_id})
                 return
+
+
+def _tell_of_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("alerts of other processes are not looked for any more", exc_info=error)
 
 
 def _resolved(alert: Alert) -> Alert:

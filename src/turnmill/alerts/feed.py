@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from turnmill.errors import NotFound
-from turnmill.ports import RecordStore, Write
+from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import (
     ALERT_PREFIX,
     DELIVERY_DEAD_LETTER_PREFIX,
+    HANDED_OVER_PREFIX,
     Alert,
     DeadDelivery,
     Delivery,
@@ -16,6 +17,7 @@ from turnmill.records import (
     alert_key,
     decode,
     encode,
+    handed_over_key,
     sighting_key,
 )
 
@@ -92,6 +94,23 @@ class Feed:
                 num_removed += 1
         return num_removed
 
+    async def open_alerts(self, run_id: str | None, *, since: float = 0.0) -> list[Alert]:
+        """Those of the run (None: of none) that are not resolved, oldest first."""
+        return [alert async for alert in self.alerts(since=since) if alert.run_id == run_id and not alert.resolved_at]
+
+    async def hand_over(self, alert_id: str) -> None:
+        """Have the process that delivers look at this alert soon; call it after the change that it shall see."""
+        note = encode(Sighting(alert_id=alert_id))
+        await self._records.write([Write(key=handed_over_key(alert_id), value=note, expected=None)])
+
+    async def handed_over(self) -> list[tuple[str, Stored]]:
+        """Ids of alerts to look at, each with what `taken_over` takes."""
+        return [(decode(one.value, Sighting).alert_id, one) for one in await self._records.scan(HANDED_OVER_PREFIX)]
+
+    async def taken_over(self, note: Stored) -> None:
+        """Remove the note, unless the alert was handed over once more since it was read."""
+        await self._records.write([Write(key=note.key, value=None, expected=note.version)])
+
     async def bury(self, letter: DeadDelivery) -> None:
         """Record a delivery that was given up; idempotent."""
         await self._records.write([Write(key=letter.key, value=encode(letter), expected=None)])
@@ -99,6 +118,17 @@ class Feed:
     async def unbury(self, letter: DeadDelivery) -> None:
         """Remove the dead letter; idempotent."""
         await self._records.write([Write(key=letter.key, value=None, expected=None)])
+
+    async def redrive(self, letter: DeadDelivery) -> Alert:
+        """Have a delivery that was given up made once more, by the process that delivers; the alert as it is then.
+
+        In this order: killed in between, it is made although its letter is still there.
+        """
+        delivery = Delivery(channel=letter.channel, action=letter.action)
+        alert = await self.set_delivery(letter.alert.alert_id, delivery)
+        await self.hand_over(alert.alert_id)
+        await self.unbury(letter)
+        return alert
 
     async def dead_letters(self) -> list[DeadDelivery]:
         """All deliveries that were given up, oldest alert first."""

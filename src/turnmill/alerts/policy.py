@@ -26,6 +26,10 @@ class Policy:
     most_retry_after_s: float = 900.0
     # Of one attempt as a whole.
     timeout_s: float = 20.0
+    # How often the process that delivers looks for what others handed over: one read of a mostly empty list.
+    look_s: float = 2.0
+    # How often it looks through the alerts of a day, for what somebody recorded who was killed before handing it over.
+    search_s: float = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

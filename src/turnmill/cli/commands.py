@@ -3,13 +3,14 @@
 import click
 
 from turnmill import __version__
+from turnmill.cli.alerts import alerts
 from turnmill.cli.data import data
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
-from turnmill.cli.show import alerts, runs, status, watch
+from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
 

@@ -288,6 +288,12 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     }
 
 
+def _state(alert: Alert) -> str:
+    if alert.resolved_at is None:
+        return "open"
+    return "over since " + datetime.fromtimestamp(alert.resolved_at).strftime("%Y-%m-%d %H:%M:%S")
+
+
 def alert_lines(alert: Alert) -> list[Text]:
     """When, how bad, what; then the error, the next command, and deliveries that are not done."""
     when = datetime.fromtimestamp(alert.created_at).strftime("%Y-%m-%d %H:%M:%S")
@@ -295,10 +301,13 @@ def alert_lines(alert: Alert) -> list[Text]:
     lines = [
         Text.assemble(
             f"{when}  ", (f"{alert.severity:8}", SEVERITY_STYLES[alert.severity]), f"  {alert.summary}{again}"
-        )
+        ),
+        Text(f"    {alert.kind} {alert.alert_id}: {_state(alert)}", style="dim"),
     ]
     if alert.error:
         lines += [Text(f"    {line}") for line in alert.error.splitlines()[:_MOST_ERROR_LINES]]
+    if alert.conversation:
+        lines.append(Text(f"    conversation: {alert.conversation}", style="dim"))
     lines.append(Text(f"    next: {alert.command}", style="dim"))
     for delivery in alert.deliveries:
         if delivery.state in (DeliveryState.PENDING, DeliveryState.DEAD):

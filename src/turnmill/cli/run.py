@@ -19,6 +19,7 @@ from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collec
 from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say, show
 from turnmill.config import Resolved, from_dict, to_dict
+from turnmill.config.deployment import load_deployment
 from turnmill.errors import InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
@@ -153,7 +154,8 @@ def _start(root: Path, order: Order, as_json: bool) -> None:
 
 def _in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
     console = PlainConsole(stderr=as_json)
-    log_format()  # a bad one is refused before there is a run
+    log_format()  # a bad one is refused before there is a run, and so is a turnmill.toml
+    load_deployment(root, os.environ)
     final, error = run_loop(_walk_and_show(root, walk, console))
     _conclude(root, final, error, console, as_json)
     if error is not None:

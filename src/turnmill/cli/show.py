@@ -14,7 +14,6 @@ from turnmill.cli import render
 from turnmill.cli.view import PlainConsole, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
-from turnmill.wiring.alarms import look_at_alerts
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading import list_runs, read_metrics
 
@@ -119,23 +118,3 @@ def watch(run_id: str, root: Path, as_json: bool) -> None:
     run_loop(show(root, run.run_id, console))
     if not console.is_terminal:
         click.echo(f"run {run_id} {find_run(root, run_id).status.value}")
-
-
-@click.command(short_help="List what was alerted about.")
-@click.argument("run_id", metavar="[RUN]", required=False)
-@root_option
-@json_option("Print a list of objects, one an alert, evidence and deliveries included.")
-def alerts(run_id: str | None, root: Path, as_json: bool) -> None:
-    """List alerts, of one run or of all, oldest first; where they went is said by turnmill.toml."""
-    if run_id is not None:
-        find_run(root, run_id)
-    found = look_at_alerts(root, run_id)
-    if as_json:
-        click.echo(json.dumps([msgspec.to_builtins(alert) for alert in found]))
-        return
-    console = PlainConsole()
-    for alert in found:
-        for text in render.alert_lines(alert):
-            say(console, text)
-    if not found:
-        click.echo(f"no alerts in {root}" + (f" about {run_id}" if run_id else ""))

@@ -17,7 +17,12 @@ from turnmill.wiring.reading import follow
 # Without a terminal, about so many steps of a run get a line.
 NUM_LINES = 10
 # What these say as a warning (a process started again, a slow stage) is worth interrupting the view for.
-TELLING = ("turnmill.pipeline", "turnmill.backends.embedded.launcher", "turnmill.backends.embedded.bucket")
+TELLING = (
+    "turnmill.pipeline",
+    "turnmill.wiring.monitor",
+    "turnmill.backends.embedded.launcher",
+    "turnmill.backends.embedded.bucket",
+)
 
 
 class PlainConsole(Console):

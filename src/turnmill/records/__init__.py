@@ -22,6 +22,7 @@ from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
     ALERT_PREFIX,
     DELIVERY_DEAD_LETTER_PREFIX,
+    HANDED_OVER_PREFIX,
     RUN_PREFIX,
     alert_key,
     batch_prefix,
@@ -30,6 +31,7 @@ from turnmill.records.keys import (
     cancel_key,
     dead_letter_key,
     delivery_dead_letter_key,
+    handed_over_key,
     replica_key,
     run_key,
     sample_key,
@@ -76,6 +78,7 @@ from turnmill.records.uploads import Cause, Upload
 __all__ = [
     "ALERT_PREFIX",
     "DELIVERY_DEAD_LETTER_PREFIX",
+    "HANDED_OVER_PREFIX",
     "PROTOCOL_VERSION",
     "RUN_PREFIX",
     "Alert",
@@ -129,6 +132,7 @@ __all__ = [
     "delivery_dead_letter_key",
     "digest_of",
     "encode",
+    "handed_over_key",
     "replica_key",
     "run_key",
     "sample_key",

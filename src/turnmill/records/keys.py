@@ -66,8 +66,16 @@ ALERT_PREFIX = "alerts/all/"
 DELIVERY_DEAD_LETTER_PREFIX = "dead_letters/alerts/"
 
 
+# Alerts with deliveries that another process than the one that delivers has recorded or asked for.
+HANDED_OVER_PREFIX = "alerts/handed_over/"
+
+
 def alert_key(alert_id: str) -> str:
     return f"{ALERT_PREFIX}{alert_id}"
+
+
+def handed_over_key(alert_id: str) -> str:
+    return f"{HANDED_OVER_PREFIX}{alert_id}"
 
 
 def sighting_key(dedup_key: str) -> str:

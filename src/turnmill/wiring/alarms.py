@@ -1,39 +1,74 @@
 """What a deployment raises alerts about, with the evidence that its records and logs hold."""
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, open_channels, secrets_of
-from turnmill.backends.embedded import log_tail, look_at_root_records, open_root_records
+from turnmill.backends.embedded import look_at_root_records, only_one, open_root_records
 from turnmill.config.deployment import load_deployment
-from turnmill.errors import BackendUnavailable
+from turnmill.errors import BackendUnavailable, Conflict
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
+from turnmill.wiring.evidence import command, failing_conversation, last_lines
 
 logger = logging.getLogger(__name__)
 
 # How long deliveries may still take when the process ends; what is left is taken up by the next one.
 _GRACE_S = 5.0
-# Of the log of each role that is shown.
-_NUM_LINES = 10
+# How often a process looks whether it is its turn to deliver.
+_TURN_S = 2.0
 
 
 @asynccontextmanager
 async def open_alarms(root: Path) -> AsyncIterator[Dispatcher]:
-    """The dispatcher of a deployment, with the channels of its `turnmill.toml`; raises `ConfigError` for a bad one."""
+    """The dispatcher of a deployment, with the channels of its `turnmill.toml`; raises `ConfigError` for a bad one.
+
+    Of the processes of a deployment one delivers: the first one, and when that has ended another. The others record.
+    """
     settings = load_deployment(root, os.environ).alerts
     records = open_root_records(root)
-    try:
-        dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=Redactor([*secrets_of(settings)]))
-        await dispatcher.start()
+    dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=Redactor([*secrets_of(settings)]))
+    # Released in reverse: the turn, when nothing is delivered any more, then the records.
+    with ExitStack() as stack:
+        stack.callback(records.close)
+        if _take_turn(root, stack):
+            await dispatcher.start()
+            waiting = None
+        else:
+            waiting = asyncio.create_task(_deliver_next(root, dispatcher, stack), name="alert deliveries")
         try:
             yield dispatcher
         finally:
+            if waiting is not None:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
             await dispatcher.close(_GRACE_S)
-    finally:
-        records.close()
+
+
+def _take_turn(root: Path, stack: ExitStack) -> bool:
+    """Whether this process is the one that delivers, until `stack` is closed."""
+    try:
+        stack.enter_context(only_one(root / "locks" / "alerts.lock", "alerts are delivered by another process"))
+    except Conflict:
+        return False
+    return True
+
+
+async def _deliver_next(root: Path, dispatcher: Dispatcher, stack: ExitStack) -> None:
+    """Waits for the turn; unblocked by the end of the process that has it."""
+    has_turn = False
+    while True:
+        try:
+            has_turn = has_turn or _take_turn(root, stack)
+            if has_turn:
+                await dispatcher.start()
+                return
+        except BackendUnavailable as error:
+            logger.warning("alerts can't be delivered now, trying again: %s", error)
+        await asyncio.sleep(_TURN_S)
 
 
 async def raise_alarm(dispatcher: Dispatcher, alert: Alert) -> None:
@@ -45,17 +80,18 @@ async def raise_alarm(dispatcher: Dispatcher, alert: Alert) -> None:
 
 
 def run_failed(root: Path, run: Run) -> Alert:
-    """The stage that failed, why, and what its processes logged last."""
+    """The stage that failed, why, what its processes logged last, and a conversation that failed. Reads files."""
     stage = next((stage.name for stage in reversed(run.current_stages) if stage.state == "failed"), None)
-    at = f" --root {root}"
+    of = f" of {run.upload}" if run.upload else ""
     return new_alert(
         AlertKind.RUN_FAILED,
-        f"run {run.run_id} of {run.upload} failed" + (f" in {stage}" if stage else " before it began"),
-        command=f"turnmill status {run.run_id}{at}",
+        f"run {run.run_id}{of} failed" + (f" in {stage}" if stage else " before it began"),
+        command=command(root, "status", run.run_id),
         run_id=run.run_id,
         stage=stage,
         error=run.error,
-        log_lines=_last_lines(root / "runs" / run.run_id / "logs"),
+        log_lines=last_lines(root, run.run_id),
+        conversation=failing_conversation(root, run.run_id),
     )
 
 
@@ -64,7 +100,7 @@ def upload_ignored(root: Path, upload: Upload) -> Alert:
     return new_alert(
         AlertKind.IGNORED_UPLOAD,
         f"ignored upload {upload.key}: {upload.ignored or 'it is gone or was changed while it was taken'}",
-        command=f"turnmill upload FILE.jsonl --root {root}",
+        command=command(root, "upload", "FILE.jsonl"),
         stage=upload.key,
     )
 
@@ -73,9 +109,3 @@ def look_at_alerts(root: Path, run_id: str | None = None) -> list[Alert]:
     """Alerts of one run or of all, oldest first; leaves no trace."""
     found = [decode(item.value, Alert) for item in look_at_root_records(root, ALERT_PREFIX)]
     return [alert for alert in found if run_id in (None, alert.run_id)]
-
-
-def _last_lines(folder: Path) -> list[str]:
-    """The last lines of each log, with the name of the role in front."""
-    logs = sorted(folder.glob("*.log"))
-    return [f"{log.stem}: {line}" for log in logs for line in log_tail(log)[-_NUM_LINES:]]

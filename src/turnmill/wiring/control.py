@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from turnmill import assets
+from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.values import suggest
@@ -28,15 +29,15 @@ from turnmill.errors import Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
-from turnmill.pipeline.engine import RunRecord, walk
+from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
-from turnmill.pipeline.stages import stages_of
 from turnmill.ports import RunPorts
 from turnmill.records import Purpose, Run, RunKind, RunStatus
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.reading import as_seen, began
+from turnmill.wiring.walking import walk_monitored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +126,13 @@ async def execute(
             record = await RunRecord.create(runs, run)
             created(run)
             async with open_control(root, run, config, token) as ctx:
-                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+                return await walk_monitored(root, ctx, record, why, None)
     finally:
         runs.close()
 
 
 async def begin(
-    root: Path, run_id: str, *, cancel: asyncio.Event, when_cancelled: RunStatus
+    root: Path, run_id: str, *, cancel: asyncio.Event, when_cancelled: RunStatus, alarms: Dispatcher | None = None
 ) -> tuple[Run, TurnmillError | None]:
     """Run a queued run for the first time, as `execute` does with an order; what is wrong with it makes it a failure.
 
@@ -155,7 +156,7 @@ async def begin(
             active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
             await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
             async with open_control(root, record.run, config, token) as ctx:
-                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+                return await walk_monitored(root, ctx, record, why, alarms)
     finally:
         runs.close()
 

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,9 @@ from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Alert, Run, RunStatus, Upload
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
+from turnmill.wiring.checks import checks_of_deployment
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.monitor import Monitor, monitored
 from turnmill.wiring.reading import as_seen, list_runs
 from turnmill.wiring.resume import resume
 
@@ -91,6 +93,7 @@ class Deployment:
             lock = self._root / "locks" / "control.lock"
             stack.enter_context(only_one(lock, f"{self._root} is served by another `turnmill up`"))
             self._alarms = await stack.enter_async_context(open_alarms(self._root))
+            await stack.enter_async_context(self._monitored(self._alarms))
             ready()
             tasks = {
                 asyncio.create_task(self._take_uploads(stop), name="uploads"),
@@ -105,6 +108,18 @@ class Deployment:
                 # Both end by themselves when stopped; one that failed takes the other one with it.
                 stop.set()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _monitored(self, alarms: Dispatcher) -> AsyncIterator[None]:
+        """With somebody who looks for what goes wrong in no run of its own."""
+        records = open_root_records(self._root)
+        monitor = Monitor(None, checks_of_deployment(self._root, records), alarms)
+        try:
+            await monitor.recall(since=0.0)
+            async with monitored(monitor, "monitor"):
+                yield
+        finally:
+            records.close()
 
     # ------------------------------------------------------------ uploads
 
@@ -160,7 +175,7 @@ class Deployment:
         )
         self._tell(News(text=f"upload {upload.key}: run {run_id} {run.status}", run=run))
         if error is not None:
-            await self._alarm(run_failed(self._root, run))
+            await self._alarm(await asyncio.to_thread(run_failed, self._root, run))
         return run
 
     # ------------------------------------------------------------ runs
@@ -206,7 +221,7 @@ class Deployment:
                 why = f": {failure}" if failure else ""
                 self._tell(News(text=f"run {run.run_id} {ended.status}{why}", run=ended))
                 if ended.status is RunStatus.FAILED:
-                    await self._alarm(run_failed(self._root, ended))
+                    await self._alarm(await asyncio.to_thread(run_failed, self._root, ended))
         except BackendUnavailable as error:
             await self._put_back(run.run_id, error, stop)
         finally:
@@ -216,9 +231,15 @@ class Deployment:
     async def _walk(self, run: Run, stop: asyncio.Event) -> tuple[Run, TurnmillError | None]:
         later = RunStatus.QUEUED
         if not run.stages:
-            return await begin(self._root, run.run_id, cancel=stop, when_cancelled=later)
+            return await begin(self._root, run.run_id, cancel=stop, when_cancelled=later, alarms=self._alarms)
         return await resume(
-            self._root, run.run_id, from_step=None, cancel=stop, created=lambda _: None, when_cancelled=later
+            self._root,
+            run.run_id,
+            from_step=None,
+            cancel=stop,
+            created=lambda _: None,
+            when_cancelled=later,
+            alarms=self._alarms,
         )
 
     async def _give_up(self, run_id: str, error: Exception) -> None:
@@ -228,7 +249,7 @@ class Deployment:
             run = await self._change(run_id, RunStatus.FAILED, text)
             if run.status is RunStatus.FAILED:
                 self._tell(News(text=f"run {run_id} failed: {text}", run=run))
-                await self._alarm(run_failed(self._root, run))
+                await self._alarm(await asyncio.to_thread(run_failed, self._root, run))
 
     async def _alarm(self, alert: Alert) -> None:
         if self._alarms is not None:

@@ -81,12 +81,12 @@ async def read_metrics(root: Path, run_id: str) -> list[Metric]:
     """The metrics of a run by step."""
     ports = open_run(root, run_id, num_replicas=0)
     try:
-        return await _metrics(ports, run_id)
+        return await metrics_so_far(ports, run_id)
     finally:
         ports.close()
 
 
-async def _metrics(ports: RunPorts, run_id: str) -> list[Metric]:
+async def metrics_so_far(ports: RunPorts, run_id: str) -> list[Metric]:
     """Without those of steps that were given up: behind the step where the trainer is."""
     metrics = await ports.metrics.read(run_id)
     if not metrics:
@@ -111,7 +111,7 @@ async def follow(
         while True:
             last, before = ended.is_set(), time.monotonic()
             run = as_seen(await load_run(ports.runs, run_id))
-            metrics = await _metrics(ports, run_id)
+            metrics = await metrics_so_far(ports, run_id)
             reading_s = time.monotonic() - before
             yield run, metrics
             if last or run.status.is_final:

@@ -12,18 +12,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
 from turnmill.config import Config, Resolved, from_dict
 from turnmill.errors import Cancelled, Conflict, InvalidInput, TurnmillError
 from turnmill.intake.dataset import validate
-from turnmill.pipeline.engine import RunRecord, walk
-from turnmill.pipeline.stages import stages_of
+from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RunPorts, Write
 from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
 from turnmill.training.history import live_batches, scan_all, settle, supersede
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
 from turnmill.wiring.reading import as_seen, began
+from turnmill.wiring.walking import walk_monitored
 
 # A trainer without its control process ends after the step that it makes.
 ORPHANS_PATIENCE_S = 60.0
@@ -37,12 +38,13 @@ async def resume(
     cancel: asyncio.Event,
     created: Callable[[Run], None],
     when_cancelled: RunStatus = RunStatus.CANCELLED,
+    alarms: Dispatcher | None = None,
 ) -> tuple[Run, TurnmillError | None]:
     """Take a failed, cancelled or interrupted run to its end, as `control.execute` does with a new one.
 
     With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
     `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
-    `when_cancelled`: its status when `cancel` is set.
+    `when_cancelled`: its status when `cancel` is set. `alarms`: see `walk_monitored`.
     """
     runs = open_root_records(root)
     try:
@@ -54,7 +56,7 @@ async def resume(
             token = await _take_over(root, record, config, from_step, cancel)
             created(record.run)
             async with open_control(root, record.run, config, token) as ctx:
-                return await walk(ctx, stages_of(run.kind), record, why.event, when_cancelled=why.status)
+                return await walk_monitored(root, ctx, record, why, alarms)
     finally:
         runs.close()
 

@@ -63,8 +63,13 @@ def awkward() -> list[Alert]:
 
 
 def every_alert() -> list[Alert]:
-    kinds = [new_alert(kind, f"{kind}", command="turnmill runs", run_id="r1") for kind in AlertKind]
-    return [failed(), huge(), bare(), *kinds, *awkward()]
+    return [failed(), huge(), bare(), *awkward()]
+
+
+def of_kind(kind: AlertKind) -> list[Alert]:
+    """Without evidence, and with all of it."""
+    few = new_alert(kind, f"{kind}", command="turnmill runs", run_id="r1")
+    return [few, failed(kind=kind, severity=few.severity)]
 
 
 async def test_a_webhook_is_signed_over_time_and_body() -> None:
@@ -132,6 +137,23 @@ async def test_slack_takes_every_message() -> None:
         assert shown in text
     assert "<!channel>" not in text
     assert there.received[1].json["text"].startswith("Resolved: run failed")
+
+
+@pytest.mark.parametrize("kind", AlertKind)
+async def test_every_kind_is_valid_in_every_channel(kind: AlertKind) -> None:
+    with receiver(slack) as one, receiver(pagerduty) as two, receiver() as three:
+        channels: list[Notifier] = [
+            LogChannel(),
+            SlackChannel(name="slack", url=one.url),
+            PagerDutyChannel(name="pager", routing_key=ROUTING_KEY, url=two.url),
+            WebhookChannel(name="hook", url=three.url, secret=SECRET),
+        ]
+        for channel in channels:
+            for alert in of_kind(kind):
+                await channel.send(alert)
+                await channel.resolve(alert)
+        assert [len(there.received) for there in (one, two, three)] == [4, 4, 4]
+        assert three.received[0].json["alert"]["kind"] == kind and str(kind) in two.received[0].body.decode()
 
 
 async def test_slack_is_shown_the_last_log_lines() -> None:

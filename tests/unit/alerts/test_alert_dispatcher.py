@@ -22,7 +22,7 @@ from turnmill.alerts.policy import Limiter
 from turnmill.alerts.webhook import WebhookChannel
 from turnmill.backends.embedded import open_root_records
 from turnmill.errors import DeliveryFailed, InvalidInput, NotFound
-from turnmill.records import Alert, AlertKind, DeliveryAction, DeliveryState, Severity
+from turnmill.records import Alert, AlertKind, Delivery, DeliveryAction, DeliveryState, Severity
 
 SECRET = "a-secret-of-the-receiver"
 QUICK = Policy(first_pause_s=0.01, most_pause_s=0.02, max_attempts=3, timeout_s=5.0)
@@ -278,6 +278,7 @@ async def test_what_is_over_is_resolved_after_it_was_raised(feed: Feed) -> None:
 async def test_a_channel_that_is_no_longer_configured_leaves_a_dead_letter(feed: Feed) -> None:
     with receiver(lambda _: Said(status=500)) as there:
         dispatcher = Dispatcher(feed, [hook(there.url)], policy=replace(QUICK, first_pause_s=60, most_pause_s=60))
+        await dispatcher.start()
         await dispatcher.raise_alert(failed())
         await asyncio.to_thread(there.wait_for, 1)
         await dispatcher.close(0)
@@ -383,3 +384,62 @@ async def test_the_feed_lists_by_time_and_run(feed: Feed) -> None:
     assert [alert.stage async for alert in feed.alerts(run_id="r1")] == list("13")
     with pytest.raises(NotFound, match="'none'"):
         await feed.get("none")
+
+
+SOON = replace(QUICK, look_s=0.02)
+
+
+async def test_one_that_was_not_started_leaves_its_alerts_to_the_one_that_delivers(feed: Feed) -> None:
+    with receiver() as there:
+        async with dispatching(feed, hook(there.url), policy=SOON) as delivering:
+            other = Dispatcher(feed, [hook(there.url)], policy=SOON)
+            alert = await other.raise_alert(failed())
+            await asyncio.to_thread(there.wait_for, 1)
+            await other.resolve(AlertKind.RUN_FAILED, run_id="r1", stage="Train")
+            await asyncio.to_thread(there.wait_for, 2)
+            await other.close(0)
+            assert await delivering.drain(10)
+        told = [(got.json["event"], got.json["alert"]["alert_id"]) for got in there.received]
+    assert told == [("trigger", alert.alert_id), ("resolve", alert.alert_id)]
+    assert await feed.handed_over() == [], "nothing is left to look at"
+
+
+async def test_a_dead_letter_that_another_process_redrives_is_delivered_soon(feed: Feed) -> None:
+    with receiver() as there:
+        there.answers = [Said(status=404)]
+        async with dispatching(feed, hook(there.url), policy=SOON) as delivering:
+            alert = await delivering.raise_alert(failed())
+            assert await delivering.drain(10)
+            other = Dispatcher(feed, [], policy=SOON)
+            await other.redrive(alert.alert_id, "hook")
+            await asyncio.to_thread(there.wait_for, 2)
+    assert await feed.dead_letters() == []
+    assert (await feed.get(alert.alert_id)).deliveries[0].state is DeliveryState.DELIVERED
+
+
+async def test_what_a_killed_process_recorded_and_did_not_hand_over_is_found(feed: Feed) -> None:
+    with receiver() as there:
+        async with dispatching(feed, hook(there.url), policy=replace(SOON, search_s=0.05)):
+            # As it is between the two writes.
+            await feed.add(replace(failed(), deliveries=(Delivery(channel="hook"),)))
+            await asyncio.to_thread(there.wait_for, 1)
+
+
+async def test_alerts_of_others_count_for_the_rate_of_a_channel(feed: Feed) -> None:
+    with receiver() as there:
+        async with dispatching(feed, hook(there.url, max_alerts=2, per_s=3600.0), policy=SOON) as delivering:
+            other = Dispatcher(feed, [hook(there.url)], policy=SOON)
+            for number in range(4):
+                await other.raise_alert(failed(run_id=f"r{number}"))
+            for _ in range(2000):
+                if not await feed.handed_over():
+                    break
+                await asyncio.sleep(0.01)
+            assert await delivering.drain(10)
+        assert len(there.received) == 2
+    assert sorted(alert.deliveries[0].state for alert in await recorded(feed)) == [
+        DeliveryState.DELIVERED,
+        DeliveryState.DELIVERED,
+        DeliveryState.HELD,
+        DeliveryState.HELD,
+    ]

@@ -41,6 +41,7 @@ __all__ = [
     "log_tail",
     "look_at_queues",
     "look_at_root_records",
+    "look_at_run_records",
     "only_one",
     "open_bucket",
     "open_root_records",
@@ -109,6 +110,12 @@ def look_at_root_records(root: Path, prefix: str) -> list[Stored]:
     """The deployment's records whose key starts with `prefix`, by key; as `look_at_queues`, it leaves no trace."""
     path = root.absolute() / "records" / f"{kind_of(prefix)}.db"
     return look(path, "records", partial(scan, prefix=prefix, after="", limit=-1)) or []
+
+
+def look_at_run_records(root: Path, run_id: str, prefix: str, *, limit: int) -> list[Stored]:
+    """As `look_at_root_records`, the first `limit` of the run's own; raises `InvalidInput` for a bad run id."""
+    path = _run_folder(root, run_id) / "records" / f"{kind_of(prefix)}.db"
+    return look(path, "records", partial(scan, prefix=prefix, after="", limit=limit)) or []
 
 
 def _run_folder(root: Path, run_id: str) -> Path:
