@@ -1,4 +1,4 @@
-"""Writes the pages that are made from code: `docs/reference/parameters.md` and the rules in `data-format.md`.
+"""Writes the pages made from code: `parameters.md`, `pipeline.md` and the rules of `data-format.md` in docs/reference.
 
 python scripts/generate_docs.py            writes them
 python scripts/generate_docs.py --check    exit code 1 if a page is not up to date
@@ -8,9 +8,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from turnmill.config import OTHER_VARIABLES, Parameter, describe
+from turnmill.config import OTHER_VARIABLES, Config, Parameter, describe
 from turnmill.config.combinations import RULES as COMBINATIONS
 from turnmill.intake.rows import RULES
+from turnmill.pipeline.stage import Stage
+from turnmill.pipeline.stages import STAGES
+from turnmill.records import ErrorClass, RunKind
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 BEGIN, END = "<!-- generated: rules -->", "<!-- end -->"
@@ -51,6 +54,21 @@ Error: 3 problems in the configuration:
 ```
 """
 
+PIPELINE = """# The pipeline
+
+*Made by `scripts/generate_docs.py` from `turnmill.pipeline.stages`; change it there.*
+
+A run walks these stages in order. Each has a start, which is tried again when it fails for a reason that may pass, and
+is then asked until it is done. A stage that takes longer than expected is told once, in the log and in the run's
+history; one that exceeds its time-out has failed. After a failure, or when the user cancels, the rest is left out, but
+Teardown always runs. A run that goes on (`turnmill resume`) walks all stages anew, as another attempt; doing a stage
+twice is as good as once.
+
+`turnmill status RUN --json` shows the history: of each stage when it began and ended, what its start gave and what came
+out, the tries before, since when it was slow, and its error with the class. `turnmill logs RUN --stage NAME` shows what
+was logged meanwhile.
+"""
+
 
 def parameters_page() -> str:
     parts = [
@@ -74,6 +92,37 @@ def row(parameter: Parameter) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def pipeline_page() -> str:
+    """All stages, and all classes of failures."""
+    parts = [
+        PIPELINE,
+        "## Stages\n",
+        "| stage | what it does | of | expected | time-out | tried again |",
+        "|---|---|---|---|---|---|",
+    ]
+    parts += [stage_row(stage) for stage in STAGES]
+    parts += ["\n## Classes of failures\n", "| class | what it means | permanent |", "|---|---|---|"]
+    parts += [f"| `{each}` | {each.meaning} | {'yes' if each.is_permanent else 'no'} |" for each in ErrorClass]
+    parts += ["\nNothing that is permanent is ever tried again by itself."]
+    return "\n".join(parts) + "\n"
+
+
+def stage_row(stage: Stage) -> str:
+    kinds = {RunKind.TRAIN: "training", RunKind.EVAL: "evaluation"}
+    is_whole_run = stage.timeout_s(Config(max_runtime_s=1.0)) != stage.timeout_s(Config())
+    retry = stage.retry
+    cells = [
+        f"`{stage.name}`",
+        stage.does + (" Runs always." if stage.always else ""),
+        ", ".join(kinds[kind] for kind in stage.kinds),
+        f"{stage.expected_s:g} s",
+        "`max_runtime_s`" if is_whole_run else f"{stage.timeout_s(Config()):g} s",
+        f"{retry.max_retries} times on {', '.join(f'`{each}`' for each in retry.classes)}, up to "
+        f"{retry.first_delay_s:g} s later, doubling to {retry.max_delay_s:g} s",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
 def data_page(current: str) -> str:
     """The page with the table of rules between its marks made anew."""
     before, rest = current.split(BEGIN)
@@ -89,7 +138,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is not up to date")
     check = parser.parse_args().check
     data = REFERENCE / "data-format.md"
-    pages = {REFERENCE / "parameters.md": parameters_page(), data: data_page(data.read_text())}
+    pages = {
+        REFERENCE / "parameters.md": parameters_page(),
+        REFERENCE / "pipeline.md": pipeline_page(),
+        data: data_page(data.read_text()),
+    }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:

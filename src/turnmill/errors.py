@@ -21,6 +21,10 @@ class DataError(InvalidInput):
     """A data file has bad rows; names file, line, column, field and rule."""
 
 
+class EnvironmentFailed(InvalidInput):
+    """An environment can't be trained on as it is: the text names each check that failed, and on which tasks."""
+
+
 class NotFound(InvalidInput):
     """A run, blob, version or file that was named does not exist."""
 
@@ -67,6 +71,10 @@ class RoleFailed(TurnmillError):
 
 class StageFailed(TurnmillError):
     """A pipeline stage ended in failure; carries its name and the error."""
+
+
+class StageTimeout(StageFailed):
+    """A pipeline stage did not end in its time."""
 
 
 class GenerationFailed(TurnmillError):

@@ -296,6 +296,38 @@ class Launcher(Protocol):
         ...
 
 
+# ---------------------------------------------------------------- where a run keeps things
+
+
+class RunInfra(Protocol):
+    """What the ports of one run stand on: its queues, records, and places for blobs, weights, logs and checkpoints."""
+
+    async def deploy(self) -> list[str]:
+        """Make all of it and write to each part, so that a later write finds it there; their names, for people.
+
+        Idempotent: what is there stays as it is. Raises `BackendUnavailable` naming what can't be made or written.
+        """
+        ...
+
+    async def free_bytes(self) -> int | None:
+        """How much more can be stored; None where nothing limits it."""
+        ...
+
+    async def retire(self) -> int:
+        """Remove the messages that wait in the queues of a run that has ended; how many.
+
+        Dead letters, records and everything else stay. Idempotent; makes nothing.
+        """
+        ...
+
+    async def delete(self) -> None:
+        """Remove all of it, results included, when the ports of the run are closed in every process.
+
+        Idempotent; ended in the middle, it is done again.
+        """
+        ...
+
+
 # ---------------------------------------------------------------- metrics
 
 
@@ -357,5 +389,6 @@ class RunPorts:
     generate_response: Queue
     # Call records, and generate_response.
     answers: Outbox
+    infra: RunInfra
     # Releases files, threads and wake-ups; idempotent.
     close: Callable[[], None]

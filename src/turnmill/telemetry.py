@@ -7,8 +7,13 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TextIO
+
+from turnmill.errors import BackendUnavailable
 
 FORMATS = ("text", "json")
 # Chat secrets travel in paths (`/a/<secret>/v1`), the others in an Authorization header or a field named so.
@@ -64,13 +69,38 @@ def configure_logging(
 
     `form` is one of `FORMATS`.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    root = logging.getLogger()
+    root.handlers[:] = [_handler(role, stream or sys.stderr, run_id, form)]
+    root.setLevel(level)
+    for noisy in ("uvicorn.access", "httptools", "asyncio", "watchfiles"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@contextmanager
+def also_logged(path: Path, role: str, run_id: str, *, form: str = "text") -> Iterator[None]:
+    """What this process, which serves several runs, logs about one of them goes to `path` as well.
+
+    Raises `BackendUnavailable` where the file can't be opened.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise BackendUnavailable(f"{path} can't be opened: {error}") from error
+    with file:
+        handler = _handler(role, file, run_id, form)
+        handler.addFilter(lambda record: run_id in str(getattr(record, "at", None)).split("/"))
+        logging.getLogger().addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
+
+
+def _handler(role: str, stream: TextIO, run_id: str | None, form: str) -> logging.Handler:
+    handler = logging.StreamHandler(stream)
     if form == "json":
         handler.setFormatter(_JsonFormatter(role, run_id))
     else:
         handler.setFormatter(_Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    for noisy in ("uvicorn.access", "httptools", "asyncio", "watchfiles"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return handler

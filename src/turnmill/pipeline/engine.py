@@ -9,15 +9,20 @@ Produces: the run record with its history; it is written before and after each s
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageFailed, TurnmillError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
+from tenacity.wait import wait_random_exponential
+
+from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageTimeout, TurnmillError
+from turnmill.pipeline.failures import classify, text_of
 from turnmill.pipeline.stage import Done, Handle, Stage, StageContext
 from turnmill.ports import RecordStore, Stored, Write
-from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_key
+from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, StageRetry, decode, encode, run_key
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -94,15 +99,10 @@ async def walk(
         if (failure or defect) and not stage.always:
             continue
         try:
-            await _walk_stage(ctx, stage, record, asyncio.Event() if stage.always else cancel)
-        except (Cancelled, Duplicate) as error:
-            logger.info("stage %s: %s", stage.name, error, extra={"at": record.run.run_id})
-            failure = failure or error
+            await _StageWalk(ctx, stage, record, asyncio.Event() if stage.always else cancel).walk()
         except TurnmillError as error:
-            logger.error("stage %s failed: %s", stage.name, error, extra={"at": record.run.run_id})
             failure = failure or error
         except Exception as error:
-            logger.exception("stage %s hit a defect", stage.name, extra={"at": record.run.run_id})
             defect = defect or error
     if isinstance(failure, Cancelled):
         status = when_cancelled()
@@ -110,7 +110,8 @@ async def walk(
         status = RunStatus.DUPLICATE
     else:
         status = RunStatus.FAILED if failure or defect else RunStatus.SUCCEEDED
-    error_text = str(failure or defect) if (failure or defect) and status.is_final else None
+    ended_by = failure or defect
+    error_text = text_of(ended_by) if ended_by is not None and status.is_final else None
     ended_at = time.time() if status.is_final else None
     duplicate_of = failure.run_id if isinstance(failure, Duplicate) else None
     ended = replace(record.run, status=status, ended_at=ended_at, error=error_text, duplicate_of=duplicate_of)
@@ -120,57 +121,95 @@ async def walk(
     return record.run, failure
 
 
-async def _walk_stage(ctx: StageContext, stage: Stage, record: RunRecord, cancel: asyncio.Event) -> None:
-    entry = StageRecord(name=stage.name, state="running", started_at=time.time(), attempt=record.run.attempt)
-    await record.stage(entry)
-    logger.info("stage %s starts", stage.name, extra={"at": record.run.run_id})
-    try:
-        async with asyncio.timeout(stage.timeout_s(ctx.config)):
-            num_retries, handle = await _start(ctx, stage, cancel)
-            entry = replace(entry, handle=handle, num_retries=num_retries)
-            await record.stage(entry)
-            done = await _poll(ctx, stage, handle, cancel)
-    except TimeoutError as error:
-        text = f"{stage.name} did not end within {stage.timeout_s(ctx.config):.0f} s"
-        await record.stage(replace(entry, state="failed", ended_at=time.time(), error=text))
-        raise StageFailed(text) from error
-    except Exception as error:
-        text = str(error) or type(error).__name__
-        await record.stage(replace(entry, state="failed", ended_at=time.time(), error=text))
-        raise
-    await record.stage(replace(entry, state="done", ended_at=time.time(), result=done.result))
+class _StageWalk:
+    """One stage of one attempt, from its start to the end; the history says at each moment how far it is."""
 
+    def __init__(self, ctx: StageContext, stage: Stage, record: RunRecord, cancel: asyncio.Event) -> None:
+        self._ctx = ctx
+        self._stage = stage
+        self._record = record
+        self._cancel = cancel
+        self._entry = StageRecord(name=stage.name, state="running", started_at=time.time(), attempt=record.run.attempt)
 
-async def _start(ctx: StageContext, stage: Stage, cancel: asyncio.Event) -> tuple[int, Handle]:
-    num_retries = 0
-    while True:
-        if cancel.is_set():
-            raise Cancelled("cancelled by the user")
+    async def walk(self) -> None:
+        """Raises what ends the stage early, `StageTimeout` when its time is over."""
+        await self._note()
+        self._log(logging.INFO, "starts")
+        limit_s = self._stage.timeout_s(self._ctx.config)
         try:
-            return num_retries, await stage.start(ctx)
-        except stage.retry.errors as error:
-            if num_retries >= stage.retry.max_retries:
+            async with asyncio.timeout(limit_s) as limit:
+                await self._note(handle=await self._start())
+                done = await self._poll()
+        except TimeoutError as error:
+            if not limit.expired():
+                await self._fail(error)
                 raise
-            delay = stage.retry.first_delay_s * 2**num_retries * random.uniform(0.5, 1.5)
-            num_retries += 1
-            logger.warning("stage %s: %s; again in %.1f s", stage.name, error, delay)
-            await _pause(cancel, delay)
+            late = StageTimeout(f"{self._stage.name} did not end within {limit_s:.0f} s")
+            await self._fail(late)
+            raise late from error
+        except Exception as error:
+            await self._fail(error)
+            raise
+        self._log(logging.INFO, "is done after %.1f s", time.time() - self._entry.started_at)
+        await self._note(state="done", ended_at=time.time(), result=done.result)
 
+    async def _start(self) -> Handle:
+        """The handle, after as many tries as the stage allows."""
+        retry = self._stage.retry
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(1 + retry.max_retries),
+            wait=wait_random_exponential(multiplier=retry.first_delay_s, max=retry.max_delay_s),
+            retry=retry_if_exception(lambda error: classify(error) in retry.classes),
+            before_sleep=self._note_retry,
+            sleep=partial(_pause, self._cancel),
+            reraise=True,
+        )
+        return await retrying(self._start_once)
 
-async def _poll(ctx: StageContext, stage: Stage, handle: Handle, cancel: asyncio.Event) -> Done:
-    started, told = time.monotonic(), False
-    while True:
-        if not stage.always:
-            ctx.check()
-        outcome = await stage.poll(ctx, handle)
-        if isinstance(outcome, Done):
-            return outcome
-        if not told and time.monotonic() - started > stage.expected_s:
-            told = True
-            logger.warning(
-                "stage %s takes longer than the expected %.0f s: %s", stage.name, stage.expected_s, outcome.detail
-            )
-        await _pause(cancel, POLL_INTERVAL_S)
+    async def _start_once(self) -> Handle:
+        if self._cancel.is_set():
+            raise Cancelled("cancelled by the user")
+        return await self._stage.start(self._ctx)
+
+    async def _note_retry(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        if error is None:
+            return
+        self._log(logging.WARNING, "failed to start and tries again in %.1f s: %s", state.upcoming_sleep, error)
+        retry = StageRetry(at=time.time(), error=text_of(error), error_class=classify(error))
+        await self._note(retries=(*self._entry.retries, retry))
+
+    async def _poll(self) -> Done:
+        started = time.monotonic()
+        while True:
+            if not self._stage.always:
+                self._ctx.check()
+            outcome = await self._stage.poll(self._ctx, self._entry.handle)
+            if isinstance(outcome, Done):
+                return outcome
+            if self._entry.slow_since is None and time.monotonic() - started > self._stage.expected_s:
+                text = "takes longer than the expected %.0f s: %s"
+                self._log(logging.WARNING, text, self._stage.expected_s, outcome.detail)
+                await self._note(slow_since=time.time())
+            await _pause(self._cancel, POLL_INTERVAL_S)
+
+    async def _fail(self, error: Exception) -> None:
+        """Said in the log before the history says that the stage ended: `turnmill logs --stage` shows it."""
+        failed = classify(error)
+        if failed is ErrorClass.DEFECT:
+            self._log(logging.ERROR, "hit a defect", exc_info=error)
+        else:
+            is_told = failed in (ErrorClass.CANCELLED, ErrorClass.DUPLICATE)
+            self._log(logging.INFO if is_told else logging.ERROR, "failed (%s): %s", failed, error)
+        await self._note(state="failed", ended_at=time.time(), error=text_of(error), error_class=failed)
+
+    async def _note(self, **changes: Any) -> None:
+        self._entry = replace(self._entry, **changes)
+        await self._record.stage(self._entry)
+
+    def _log(self, level: int, text: str, *values: object, exc_info: Exception | None = None) -> None:
+        where = {"at": self._record.run.run_id}
+        logger.log(level, f"stage %s {text}", self._stage.name, *values, exc_info=exc_info, extra=where)
 
 
 async def _pause(cancel: asyncio.Event, seconds: float) -> None:

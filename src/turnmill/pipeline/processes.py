@@ -10,8 +10,9 @@ from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key,
 MAX_RESTARTS = 5
 # A trainer that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
 FINAL_EXIT_CODES = (0, 1, 2)
-# The only role that comes to an end by itself.
 TRAINER = "trainer"
+# Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
+JOBS = (TRAINER, "preflight")
 
 
 def _death(role: RoleStatus) -> str:
@@ -25,7 +26,7 @@ def _death(role: RoleStatus) -> str:
 async def check_roles(launcher: Launcher) -> None:
     """Raise `RoleFailed` with the last log lines if a role died for good, or a service ended as if it were done."""
     for role in await launcher.statuses():
-        if role.state == "failed" or (role.state == "exited" and role.name != TRAINER):
+        if role.state == "failed" or (role.state == "exited" and not role.name.startswith(JOBS)):
             raise RoleFailed(_death(role))
 
 

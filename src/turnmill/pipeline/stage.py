@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnmill.config import Config
-from turnmill.errors import BackendUnavailable, TurnmillError
 from turnmill.ports import Launcher, RunPorts
-from turnmill.records import Run, RunKind
+from turnmill.records import ErrorClass, Run, RunKind
 
 Handle = dict[str, Any]
 
@@ -63,11 +62,20 @@ class StageContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """Which errors are worth another `start`, how often, and how long to wait (doubling, with jitter)."""
+    """Which failures are worth another `start`, how often, and how long to wait: a random part of a doubling pause.
 
-    errors: tuple[type[TurnmillError], ...] = (BackendUnavailable,)
+    Raises `ValueError` for a class that is permanent.
+    """
+
+    classes: tuple[ErrorClass, ...] = (ErrorClass.INFRASTRUCTURE,)
     max_retries: int = 3
     first_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for each in self.classes:
+            if each.is_permanent:
+                raise ValueError(f"{each} is permanent: the same start would fail again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,8 @@ class Stage:
     """One row of the table. `expected_s` is a signal (slower is told), `timeout_s` ends the stage as failed."""
 
     name: str
+    # For people, in one sentence.
+    does: str = ""
     start: Callable[[StageContext], Awaitable[Handle]]
     poll: Callable[[StageContext, Handle], Awaitable[Running | Done]]
     timeout_s: Callable[[Config], float]

@@ -1,11 +1,13 @@
 """The one definition of the pipeline: an ordered table of stages.
 
-    ValidateData -> StartGeneration -> StartRewardWorkers -> SubmitTraining -> Evaluate -> Teardown
+    ValidateData -> Preflight -> DeployRunInfra -> StartGeneration -> StartRewardWorkers -> SubmitTraining -> Evaluate
+                 -> Teardown
 
-What a stage is says `stage`; what each one does, `checking`, `processes` and `results`.
+What a stage is says `stage`; what each one does, `checking`, `preparing`, `processes` and `results`.
 """
 
 from turnmill.pipeline.checking import poll_validate, start_validate
+from turnmill.pipeline.preparing import poll_deploy, poll_preflight, start_deploy, start_preflight
 from turnmill.pipeline.processes import (
     poll_generation,
     poll_reward_workers,
@@ -22,14 +24,17 @@ from turnmill.records import RunKind
 
 
 async def start_teardown(ctx: StageContext) -> Handle:
-    """End what was started, last first. Results (records, conversations, checkpoints, logs) stay."""
+    """End what was started, last first, and remove the messages that nobody receives any more.
+
+    Results (records, conversations, checkpoints, logs) and dead letters stay.
+    """
     stopped = [role.name for role in await ctx.launcher.statuses()]
     await ctx.launcher.close()
-    return {"stopped": stopped}
+    return {"stopped": stopped, "removed_messages": await ctx.ports.infra.retire()}
 
 
 async def poll_teardown(ctx: StageContext, handle: Handle) -> Running | Done:
-    return Done(result={"stopped": handle["stopped"]})
+    return Done(result=handle)
 
 
 # ---------------------------------------------------------------- the table
@@ -38,13 +43,31 @@ async def poll_teardown(ctx: StageContext, handle: Handle) -> Running | Done:
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="ValidateData",
+        does="Reads the data files whole, row by row, and refuses bad ones with a report.",
         start=start_validate,
         poll=poll_validate,
         timeout_s=lambda config: 600.0,
         expected_s=5.0,
     ),
     Stage(
+        name="Preflight",
+        does="Plays some tasks without a model, well and senselessly, and sees whether the disk has room.",
+        start=start_preflight,
+        poll=poll_preflight,
+        timeout_s=lambda config: 300.0,
+        expected_s=10.0,
+    ),
+    Stage(
+        name="DeployRunInfra",
+        does="Makes the run's queues, records and folders, and writes to each.",
+        start=start_deploy,
+        poll=poll_deploy,
+        timeout_s=lambda config: 120.0,
+        expected_s=5.0,
+    ),
+    Stage(
         name="StartGeneration",
+        does="Starts the replicas, and waits until each serves a weight version.",
         start=start_generation,
         poll=poll_generation,
         timeout_s=lambda config: 600.0,
@@ -52,6 +75,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="StartRewardWorkers",
+        does="Starts the workers, and waits until each has asked for work.",
         start=start_reward_workers,
         poll=poll_reward_workers,
         timeout_s=lambda config: 120.0,
@@ -59,6 +83,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="SubmitTraining",
+        does="Starts the trainer, and waits until it has made all steps.",
         start=start_training,
         poll=poll_training,
         timeout_s=lambda config: config.max_runtime_s,
@@ -67,6 +92,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="Evaluate",
+        does="Has the trained weights and the base play the held-out tasks.",
         start=start_evaluate,
         poll=poll_evaluate,
         timeout_s=lambda config: config.max_runtime_s,
@@ -74,6 +100,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="Teardown",
+        does="Ends the processes, last first, and removes the messages that nobody receives any more.",
         start=start_teardown,
         poll=poll_teardown,
         timeout_s=lambda config: 120.0,

@@ -24,6 +24,7 @@ from turnmill.records.keys import (
     DELIVERY_DEAD_LETTER_PREFIX,
     HANDED_OVER_PREFIX,
     RUN_PREFIX,
+    RUN_RECORD_KINDS,
     alert_key,
     batch_prefix,
     call_key,
@@ -43,7 +44,9 @@ from turnmill.records.keys import (
     worker_key,
 )
 from turnmill.records.outcomes import (
+    CheckState,
     DropReason,
+    ErrorClass,
     FinishReason,
     InvalidReason,
     Purpose,
@@ -52,7 +55,9 @@ from turnmill.records.outcomes import (
     SampleState,
     StopReason,
 )
+from turnmill.records.preflight import Check, PreflightReport, PreflightRequest
 from turnmill.records.rollouts import (
+    REWARD_RANGE,
     DeadSample,
     Reply,
     RolloutRequest,
@@ -61,7 +66,7 @@ from turnmill.records.rollouts import (
     SampleRecord,
     Task,
 )
-from turnmill.records.runs import Run, StageRecord
+from turnmill.records.runs import Run, StageRecord, StageRetry
 from turnmill.records.training import (
     Batch,
     BatchState,
@@ -80,24 +85,31 @@ __all__ = [
     "DELIVERY_DEAD_LETTER_PREFIX",
     "HANDED_OVER_PREFIX",
     "PROTOCOL_VERSION",
+    "REWARD_RANGE",
     "RUN_PREFIX",
+    "RUN_RECORD_KINDS",
     "Alert",
     "AlertKind",
     "Batch",
     "BatchState",
     "Call",
     "Cause",
+    "Check",
+    "CheckState",
     "DeadDelivery",
     "DeadSample",
     "Delivery",
     "DeliveryAction",
     "DeliveryState",
     "DropReason",
+    "ErrorClass",
     "FinishReason",
     "GenerateRequest",
     "GenerateResponse",
     "InvalidReason",
     "Metric",
+    "PreflightReport",
+    "PreflightRequest",
     "Progress",
     "Purpose",
     "ReplicaStatus",
@@ -114,6 +126,7 @@ __all__ = [
     "Severity",
     "Sighting",
     "StageRecord",
+    "StageRetry",
     "StopReason",
     "Task",
     "TrainingStatus",

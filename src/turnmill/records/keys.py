@@ -9,6 +9,8 @@ def segment(text: str) -> str:
 
 
 RUN_PREFIX = "runs/all/"
+# First segments of the keys of a run's own records.
+RUN_RECORD_KINDS = ("batches", "calls", "dead_letters", "replicas", "samples", "secrets", "training", "workers")
 
 
 def run_key(run_id: str) -> str:

@@ -77,6 +77,56 @@ class RunStatus(StrEnum):
         return self not in (RunStatus.QUEUED, RunStatus.ACTIVE)
 
 
+class ErrorClass(StrEnum):
+    """What kind of failure ended a stage, or one try of it: who has to act, and whether another try may do better."""
+
+    INVALID_INPUT = "invalid_input"
+    ENVIRONMENT = "environment"
+    INFRASTRUCTURE = "infrastructure"
+    TIMEOUT = "timeout"
+    ROLE_FAILED = "role_failed"
+    STAGE_FAILED = "stage_failed"
+    INTEGRITY = "integrity"
+    CONFLICT = "conflict"
+    DUPLICATE = "duplicate"
+    CANCELLED = "cancelled"
+    DEFECT = "defect"
+
+    @property
+    def is_permanent(self) -> bool:
+        """The same again would end the same: no stage ever tries again after it."""
+        return self not in (ErrorClass.INFRASTRUCTURE, ErrorClass.TIMEOUT, ErrorClass.ROLE_FAILED)
+
+    @property
+    def meaning(self) -> str:
+        """For people, in one sentence."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ErrorClass.INVALID_INPUT: "What the user gave can't be used.",
+    ErrorClass.ENVIRONMENT: "The environment does not do what training needs.",
+    ErrorClass.INFRASTRUCTURE: "A store, a queue, the disk or a process could not be had.",
+    ErrorClass.TIMEOUT: "The stage did not end in its time.",
+    ErrorClass.ROLE_FAILED: "A process of the run ended, and may not be started again.",
+    ErrorClass.STAGE_FAILED: "The stage can't come to its end, training for instance; the text is the diagnosis.",
+    ErrorClass.INTEGRITY: "What was stored, or computed twice, does not agree.",
+    ErrorClass.CONFLICT: "Another process has the run.",
+    ErrorClass.DUPLICATE: "Another run trains the same content, or has.",
+    ErrorClass.CANCELLED: "The user asked for the end.",
+    ErrorClass.DEFECT: "A fault of Turnmill itself; the log has its traceback.",
+}
+
+
+class CheckState(StrEnum):
+    """How one check of a report came out."""
+
+    OK = "ok"
+    FAILED = "failed"
+    # There was nothing to check it by, or an earlier check failed.
+    NOT_CHECKED = "not_checked"
+
+
 class RunKind(StrEnum):
     """Which stages a run has."""
 

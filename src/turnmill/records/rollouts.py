@@ -7,6 +7,9 @@ from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
 from turnmill.records.keys import dead_letter_key, sample_key
 from turnmill.records.outcomes import DropReason, FinishReason, InvalidReason, Purpose, SampleState, StopReason
 
+# What a reward may be, both ends included, unless a request says otherwise.
+REWARD_RANGE = (0.0, 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -4,7 +4,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnmill.records.keys import run_key
-from turnmill.records.outcomes import RunKind, RunStatus
+from turnmill.records.outcomes import ErrorClass, RunKind, RunStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRetry:
+    """A start that failed and was followed by another one."""
+
+    # When it failed.
+    at: float
+    error: str
+    error_class: ErrorClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +29,11 @@ class StageRecord:
     handle: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    num_retries: int = 0
+    error_class: ErrorClass | None = None
+    # Starts that failed before the one that counts.
+    retries: tuple[StageRetry, ...] = ()
+    # Since when it takes longer than expected; None while it does not.
+    slow_since: float | None = None
     # Of the run: its stages are walked again when it is resumed.
     attempt: int = 1
 

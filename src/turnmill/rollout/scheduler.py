@@ -26,6 +26,7 @@ from turnmill.conversation.history import checked_sample, dead_sample, failed_by
 from turnmill.errors import Conflict, NotFound, TurnmillError
 from turnmill.ports import Leased, Message, RecordStore, WorkQueue
 from turnmill.records import (
+    REWARD_RANGE,
     DropReason,
     Purpose,
     RolloutRequest,
@@ -77,7 +78,7 @@ class Scheduler:
         purpose: Purpose,
         config: Config,
         *,
-        reward_range: tuple[float, float] = (0.0, 1.0),
+        reward_range: tuple[float, float] = REWARD_RANGE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` gives seconds that only go up: setting the wall clock must give no sample up."""

@@ -25,12 +25,14 @@ from turnmill.errors import BackendUnavailable, Cancelled, ConfigError, Conflict
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Alert, Run, RunStatus, Upload
+from turnmill.telemetry import also_logged
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
 from turnmill.wiring.checks import checks_of_deployment
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
 from turnmill.wiring.monitor import Monitor, monitored
 from turnmill.wiring.reading import as_seen, list_runs
 from turnmill.wiring.resume import resume
+from turnmill.wiring.variables import log_format
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +207,9 @@ class Deployment:
         self._tell(News(text=f"run {run.run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
         try:
             try:
-                ended, failure = await self._walk(run, stop)
+                log = self._root / "runs" / run.run_id / "logs" / "control.log"
+                with also_logged(log, "control", run.run_id, form=log_format()):
+                    ended, failure = await self._walk(run, stop)
             except BackendUnavailable:
                 raise
             except Cancelled:

@@ -161,9 +161,7 @@ async def _claim(record: RunRecord, token_hash: str) -> None:
 
 async def _prepare(ports: RunPorts, run_id: str, from_step: int | None) -> None:
     """Remove what the earlier processes left behind. Done again after a crash in the middle, it ends the same."""
-    queues = [ports.rollout_request, ports.rollout_response, *ports.generate_request, ports.generate_response]
-    for queue in queues:
-        await queue.purge()
+    await ports.infra.retire()
     if from_step is not None:
         await supersede(ports.records, run_id, from_step)
     # Evaluations are played anew; training samples are settled by the trainer, each time that it starts.

@@ -27,7 +27,7 @@ from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
 
 logger = logging.getLogger(__name__)
-ROLES = ("worker", "replica", "trainer")
+ROLES = ("worker", "replica", "trainer", "preflight")
 # They serve until the launcher ends them, so that ending for any other reason is a death.
 _SERVICES = ("worker", "replica")
 # Imports that take seconds.
@@ -50,6 +50,7 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
         "worker": _worker,
         "replica": _replica,
         "trainer": _trainer,
+        "preflight": _preflight,
     }
     for module in _HEAVY.get(role, ()):
         # Before SIGTERM is caught: nothing is held yet, so it may end the process there and then.
@@ -93,6 +94,17 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
         environment=load(config.env, config.env_args),
         stop=stop,
     )
+
+
+async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
+    """Has the run's blobs and nothing else."""
+    from turnmill.wiring.preflight import run_preflight
+
+    ports = open_run(root, run_id, num_replicas=0)
+    try:
+        await run_preflight(ports.blobs, name, stop=stop)
+    finally:
+        ports.close()
 
 
 @asynccontextmanager

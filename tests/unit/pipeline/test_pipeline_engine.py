@@ -14,19 +14,25 @@ from turnmill.errors import (
     BackendUnavailable,
     Cancelled,
     Conflict,
+    DataError,
     Duplicate,
+    EnvironmentFailed,
     InvalidInput,
+    NoProgress,
     NotFound,
+    RecordCorrupt,
     RoleFailed,
     StageFailed,
+    StageTimeout,
 )
 from turnmill.evaluation import BackgroundEvaluations, Evaluation
 from turnmill.pipeline.engine import RunRecord, load_run, walk
+from turnmill.pipeline.failures import classify
 from turnmill.pipeline.processes import check_roles, poll_training, start_training
 from turnmill.pipeline.stage import Done, Handle, Retry, Running, Stage, StageContext
 from turnmill.pipeline.stages import STAGES, stages_of
 from turnmill.ports import RecordStore, RoleSpec, Write
-from turnmill.records import Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
+from turnmill.records import ErrorClass, Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
 
 
 def new_run(**changes: Any) -> Run:
@@ -188,11 +194,16 @@ async def test_a_stage_ends_when_the_control_process_can_not_serve_it_any_more_a
 
 
 async def test_transient_errors_are_retried_and_permanent_ones_never(world: World) -> None:
+    """Defect 19: retries of whatever fails repeat errors that can't pass."""
     quick = Retry(first_delay_s=0.001)
     busy = BackendUnavailable("busy")
     table = [stage(world, "A", fail=busy, fail_starts=2, retry=quick)]
     run, error = await walk(world.ctx, table, world.record, asyncio.Event())
-    assert error is None and world.log == ["start A"] * 3 and run.stages[0].num_retries == 2
+    assert error is None and world.log == ["start A"] * 3
+    assert [(retry.error, retry.error_class) for retry in run.stages[0].retries] == [
+        ("busy", ErrorClass.INFRASTRUCTURE)
+    ] * 2
+    assert (run.stages[0].state, run.stages[0].error, run.stages[0].error_class) == ("done", None, None)
 
     world.log.clear()
     permanent = stage(world, "B", fail=InvalidInput("no"), fail_starts=1, retry=quick)
@@ -205,6 +216,103 @@ async def test_retries_end(world: World) -> None:
     table = [stage(world, "A", fail=BackendUnavailable("busy"), fail_starts=99, retry=quick)]
     _, error = await walk(world.ctx, table, world.record, asyncio.Event())
     assert isinstance(error, BackendUnavailable) and world.log == ["start A"] * 3
+    assert world.record.run.stages[0].error_class is ErrorClass.INFRASTRUCTURE
+
+
+async def test_a_retry_is_in_the_history_before_it_is_made(world: World) -> None:
+    seen: list[int] = []
+
+    async def start(ctx: StageContext) -> Handle:
+        seen.append(len((await load_run(world.runs, "r1")).stages[0].retries))
+        if len(seen) < 3:
+            raise BackendUnavailable("busy")
+        return {"of": "A"}
+
+    table = [replace(stage(world, "A", retry=Retry(first_delay_s=0.001)), start=start)]
+    await walk(world.ctx, table, world.record, asyncio.Event())
+    assert seen == [0, 1, 2]
+
+
+async def test_cancelling_ends_the_pause_before_a_retry(world: World) -> None:
+    cancel = asyncio.Event()
+
+    async def start(ctx: StageContext) -> Handle:
+        world.log.append("start A")
+        asyncio.get_running_loop().call_later(0.05, cancel.set)
+        raise BackendUnavailable("busy")
+
+    patient = Retry(first_delay_s=1e9, max_delay_s=1e9)
+    table = [replace(stage(world, "A", retry=patient), start=start)]
+    run, error = await asyncio.wait_for(walk(world.ctx, table, world.record, cancel), 20)
+    assert isinstance(error, Cancelled) and run.status is RunStatus.CANCELLED and len(world.log) == 1
+
+
+def test_no_table_can_retry_what_is_permanent() -> None:
+    """Defect 19, impossible by construction."""
+    for each in ErrorClass:
+        if each.is_permanent:
+            with pytest.raises(ValueError, match="would fail again"):
+                Retry(classes=(each,))
+        else:
+            Retry(classes=(each,))
+
+
+async def test_a_slow_stage_is_told_once_in_the_log_and_the_history(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = [stage(world, "A", polls=3, expected_s=0.0), stage(world, "B")]
+    run, _ = await walk(world.ctx, table, world.record, asyncio.Event())
+    slow, quick = run.stages
+    assert slow.slow_since is not None and slow.slow_since >= slow.started_at and quick.slow_since is None
+    assert caplog.text.count("stage A takes longer than the expected 0 s") == 1
+
+
+async def test_the_first_and_last_lines_of_a_stage_are_logged_while_it_goes_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that the log of a stage shows them."""
+    caplog.set_level("INFO")
+    table = [stage(world, "A"), stage(world, "B", fail=InvalidInput("bad row"))]
+    run, _ = await walk(world.ctx, table, world.record, asyncio.Event())
+    lines = {
+        name: [record for record in caplog.records if record.getMessage().startswith(f"stage {name} ")]
+        for name in ("A", "B")
+    }
+    for entry in run.stages:
+        times = [record.created for record in lines[entry.name]]
+        assert len(times) == 2 and entry.ended_at is not None
+        assert entry.started_at <= min(times) and max(times) <= entry.ended_at
+    assert "is done after" in lines["A"][1].getMessage()
+    assert lines["B"][1].getMessage() == "stage B failed (invalid_input): bad row"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (DataError("row 1"), ErrorClass.INVALID_INPUT),
+        (EnvironmentFailed("gold"), ErrorClass.ENVIRONMENT),
+        (BackendUnavailable("disk"), ErrorClass.INFRASTRUCTURE),
+        (StageTimeout("late"), ErrorClass.TIMEOUT),
+        (RoleFailed("died"), ErrorClass.ROLE_FAILED),
+        (StageFailed("the trainer stopped"), ErrorClass.STAGE_FAILED),
+        (NoProgress("no signal"), ErrorClass.STAGE_FAILED),
+        (RecordCorrupt("digest"), ErrorClass.INTEGRITY),
+        (Conflict("taken"), ErrorClass.CONFLICT),
+        (Duplicate("r0", "as r0"), ErrorClass.DUPLICATE),
+        (Cancelled("by the user"), ErrorClass.CANCELLED),
+        (ZeroDivisionError("x"), ErrorClass.DEFECT),
+        (TimeoutError("of somebody else"), ErrorClass.DEFECT),
+    ],
+)
+async def test_each_failure_has_a_class_in_the_history(world: World, error: Exception, expected: ErrorClass) -> None:
+    assert classify(error) is expected
+    table = [stage(world, "A", fail=error)]
+    if expected is ErrorClass.DEFECT:
+        with pytest.raises(type(error)):
+            await walk(world.ctx, table, world.record, asyncio.Event())
+    else:
+        await walk(world.ctx, table, world.record, asyncio.Event())
+    assert (await load_run(world.runs, "r1")).stages[0].error_class is expected
 
 
 async def test_a_stage_that_does_not_end_fails_with_its_time_out(world: World) -> None:
@@ -213,7 +321,8 @@ async def test_a_stage_that_does_not_end_fails_with_its_time_out(world: World) -
         stage(world, "T", always=True),
     ]
     run, error = await walk(world.ctx, table, world.record, asyncio.Event())
-    assert isinstance(error, StageFailed) and "A did not end within" in str(error)
+    assert isinstance(error, StageTimeout) and "A did not end within" in str(error)
+    assert run.stages[0].error_class is ErrorClass.TIMEOUT
     assert run.status is RunStatus.FAILED and world.log == ["start A", "start T"]
 
 
@@ -249,6 +358,8 @@ def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> 
     names = [item.name for item in STAGES]
     assert names == [
         "ValidateData",
+        "Preflight",
+        "DeployRunInfra",
         "StartGeneration",
         "StartRewardWorkers",
         "SubmitTraining",
@@ -259,8 +370,32 @@ def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> 
     assert [item.name for item in stages_of(RunKind.EVAL)] == [name for name in names if name != "SubmitTraining"]
 
 
-@pytest.mark.parametrize(("name", "is_an_end"), [("trainer", True), ("worker-0", False), ("replica-0", False)])
-async def test_only_the_trainer_may_come_to_an_end_by_itself(tmp_path: Path, name: str, is_an_end: bool) -> None:
+TABLE = """
+ValidateData       train,eval  timeout   600  expected   5  retries 3: infrastructure
+Preflight          train,eval  timeout   300  expected  10  retries 3: infrastructure
+DeployRunInfra     train,eval  timeout   120  expected   5  retries 3: infrastructure
+StartGeneration    train,eval  timeout   600  expected  60  retries 3: infrastructure
+StartRewardWorkers train,eval  timeout   120  expected  10  retries 3: infrastructure
+SubmitTraining     train       timeout 86400  expected 600  retries 3: infrastructure
+Evaluate           train,eval  timeout 86400  expected 120  retries 3: infrastructure
+Teardown           train,eval  timeout   120  expected  20  retries 3: infrastructure
+"""
+
+
+def test_the_table_is_as_it_was() -> None:
+    rows = [
+        f"{row.name:18} {','.join(row.kinds):10}  timeout {row.timeout_s(Config()):5.0f}"
+        f"  expected {row.expected_s:3.0f}  retries {row.retry.max_retries}: {','.join(row.retry.classes)}"
+        for row in STAGES
+    ]
+    assert "\n".join(["", *rows, ""]) == TABLE
+    assert all(row.does.endswith(".") for row in STAGES) and all(each.meaning for each in ErrorClass)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_an_end"), [("trainer", True), ("preflight-1", True), ("worker-0", False), ("replica-0", False)]
+)
+async def test_only_jobs_may_come_to_an_end_by_themselves(tmp_path: Path, name: str, is_an_end: bool) -> None:
     launcher = ProcessLauncher(tmp_path, command=["true"])
     await launcher.start(RoleSpec(role="any", name=name, run_id="r1", max_restarts=5))
     while True:

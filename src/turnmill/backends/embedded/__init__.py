@@ -8,7 +8,7 @@
                     blobs/  weights/  logs/  checkpoints/  metrics.jsonl
                     locks/<name>.lock    held by the role process of that name as long as it lives
 
-Survives SIGKILL of any process. Opening creates nothing: files come with the first write.
+Survives SIGKILL of any process. Opening creates nothing: files come with the first write, or with `RunInfra.deploy`.
 """
 
 import re
@@ -21,6 +21,7 @@ from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.files import process_lives
+from turnmill.backends.embedded.infra import FolderRunInfra
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
 from turnmill.backends.embedded.locks import only_one, wait_until_gone
 from turnmill.backends.embedded.looking import look
@@ -86,6 +87,7 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
         generate_request=[queues[f"generate_request-{index}"] for index in range(num_replicas)],
         generate_response=answers,
         answers=SqliteOutbox(calls, answers),
+        infra=FolderRunInfra(folder, records, queues),
         close=partial(_close_all, closers),
     )
 

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.counts import count
-from turnmill.backends.embedded.sqlite import BUSY_S, Database
+from turnmill.backends.embedded.sqlite import BUSY_S, Database, touch
 from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
 
@@ -155,6 +155,10 @@ class SqliteQueue:
         if not self._db.exists:
             return 0
         return await self._db.write(lambda connection: connection.execute("DELETE FROM messages").rowcount)
+
+    async def probe(self) -> None:
+        """Make the file and write to it; raises `BackendUnavailable` naming it where that fails."""
+        await self._db.write(touch)
 
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """The oldest `limit`."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from turnmill.backends.embedded.sqlite import BUSY_S, Database
+from turnmill.backends.embedded.sqlite import BUSY_S, Database, touch
 from turnmill.errors import InvalidInput
 from turnmill.ports import Stored, Write
 
@@ -73,6 +73,10 @@ class SqliteRecordStore:
         if not database.exists:
             return []
         return await database.read(partial(scan, prefix=prefix, after=after, limit=limit))
+
+    async def probe(self, kinds: Sequence[str]) -> None:
+        """Make the files of these kinds and write to each; raises `BackendUnavailable` naming the one that fails."""
+        await _all([self._database(kind).write(touch) for kind in kinds])
 
     def close(self) -> None:
         """Release files and threads; idempotent."""

@@ -29,6 +29,7 @@ EVALUATION_SLOWER, EVALUATION_START_S = 3.0, 60.0
 STILL = 2 / 3
 # Whose logs tell why.
 _ROLES = {
+    "Preflight": ("preflight", "control"),
     "StartGeneration": ("replica", "control"),
     "StartRewardWorkers": ("worker", "control"),
     "Evaluate": ("worker", "replica", "control"),

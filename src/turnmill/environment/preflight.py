@@ -1,0 +1,280 @@
+"""Whether an environment can be trained on: some tasks are played without a model, well and senselessly.
+
+    tasks -> gold turns, garbage turns, a full context -> play_scored -> rewards and reasons -> checks -> report
+
+Where rewards do not tell a right answer from nonsense there is nothing to learn, and an error that looks like a reward
+would be learned. Nothing here knows processes: an environment that never lets go of its process is its caller's affair.
+"""
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnmill.environment.base import (
+    CONTEXT_LENGTH_EXCEEDED,
+    Environment,
+    Message,
+    ScriptedChat,
+    opening_messages,
+)
+from turnmill.environment.boundary import WatchedChat, describe, play_scored
+from turnmill.errors import DataError, GenerationFailed
+from turnmill.records import (
+    Check,
+    CheckState,
+    InvalidReason,
+    PreflightReport,
+    PreflightRequest,
+    Reply,
+    RolloutResult,
+    Task,
+    encode,
+)
+
+GARBAGE = "~ garbage ~ 0 ~"
+# Tasks that are played: the first ones, and some of the others.
+NUM_FIRST, NUM_SAMPLED = 4, 8
+# A token is hardly ever longer than this, whatever the tokenizer: bytes.
+LONGEST_TOKEN = 16
+# Turns after which a script ends as a context does that is full; a turn takes at least a token.
+_MOST_TURNS = 200
+# Tasks that a line of the report names.
+_MOST_NAMED = 3
+
+
+def choose(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """The first few tasks and a seeded sample of the others, in the order of the file."""
+    others = range(NUM_FIRST, len(tasks))
+    sampled = random.Random(f"preflight/{seed}").sample(others, min(NUM_SAMPLED, len(others)))
+    return [*tasks[:NUM_FIRST], *(tasks[index] for index in sorted(sampled))]
+
+
+async def preflight(
+    environment: Environment, tasks: Sequence[Task], request: PreflightRequest, *, playing: Callable[[str], None]
+) -> PreflightReport:
+    """Play `tasks` within the limits of `request`; `playing` is told what is about to be played, for a watchdog.
+
+    Raises nothing for what an environment does wrong: it is in the report.
+    """
+    return await _Preflight(environment, request, playing).run(tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """One conversation."""
+
+    task_id: str
+    # gold | garbage | full context
+    script: str
+    result: RolloutResult
+    num_turns: int
+
+
+class _Script(ScriptedChat):
+    """Lets the event loop breathe at each turn, so that an environment that asks without end meets its time limit."""
+
+    async def complete(self, messages: Sequence[Message], **params: Any) -> Reply:
+        await asyncio.sleep(0)
+        return await super().complete(messages, **params)
+
+
+class _Preflight:
+    """The plays of one report."""
+
+    def __init__(self, environment: Environment, request: PreflightRequest, playing: Callable[[str], None]) -> None:
+        self._environment = environment
+        self._request = request
+        self._playing = playing
+        self._played: list[_Played] = []
+        self._took_s = 0.0
+        # What a task or its gold is refused for, one text a task.
+        self._refused: list[str] = []
+        self._without_gold: list[str] = []
+        # Why nothing more was played.
+        self._hangs: str | None = None
+
+    async def run(self, tasks: Sequence[Task]) -> PreflightReport:
+        end = time.monotonic() + self._request.total_s
+        chosen: list[str] = []
+        for task in tasks:
+            if self._hangs is not None or (chosen and time.monotonic() > end):
+                break
+            chosen.append(task.id)
+            if self._fits(task):
+                await self._play_all(task)
+        num_turns = sum(played.num_turns for played in self._played)
+        return PreflightReport(
+            checks=self._checks(chosen),
+            tasks=tuple(chosen),
+            num_turns=num_turns,
+            seconds_per_turn=self._took_s / num_turns if num_turns else None,
+            mean_rewards={
+                script: statistics.fmean(rewards.values())
+                for script in ("gold", "garbage")
+                if (rewards := self._rewards(script))
+            },
+        )
+
+    # ------------------------------------------------------------ plays
+
+    def _fits(self, task: Task) -> bool:
+        """Whether the task can be played at all; why not is kept."""
+        self._playing(f"task {task.id}, checking it")
+        try:
+            self._environment.validate(task)
+            size = len(encode(opening_messages(task)))
+        except DataError as error:
+            self._refused.append(str(error))
+            return False
+        except Exception as error:  # the boundary to the environment's code, as everywhere here
+            self._refused.append(f"task {task.id}: validate fails: {describe(error)}")
+            return False
+        if size > LONGEST_TOKEN * self._request.max_length:
+            self._refused.append(
+                f"task {task.id}: its prompt of {size} bytes leaves no room in max_length = {self._request.max_length} "
+                "tokens"
+            )
+            return False
+        return True
+
+    async def _play_all(self, task: Task) -> None:
+        await self._play(task, "garbage", itertools.repeat(GARBAGE))
+        if (gold := self._gold(task)) is not None:
+            await self._play(task, "gold", gold)
+        if not any(played.script == "full context" for played in self._played):
+            await self._play(task, "full context", ())
+            await self._play(task, "full context", (GARBAGE,))
+
+    def _gold(self, task: Task) -> Iterable[str] | None:
+        self._playing(f"task {task.id}, its gold answer")
+        try:
+            gold = self._environment.gold(task)
+        except Exception as error:
+            self._refused.append(f"task {task.id}: gold fails: {describe(error)}")
+            return None
+        if gold is None:
+            self._without_gold.append(task.id)
+        return gold
+
+    async def _play(self, task: Task, script: str, turns: Iterable[str]) -> None:
+        if self._hangs is not None:
+            return
+        what = f"task {task.id}, {script}"
+        self._playing(what)
+        most = min(_MOST_TURNS, self._request.max_length)
+        chat = _Script(_limited(turns, most, then_full=script != "gold"))
+        began = time.monotonic()
+        playing = asyncio.create_task(
+            play_scored(self._environment, task, WatchedChat(chat), reward_range=self._request.reward_range),
+            name=f"preflight {what}",
+        )
+        try:
+            await asyncio.wait({playing}, timeout=self._request.play_s)
+            if not playing.done():
+                self._hangs = f"{what}: no end after {self._request.play_s:g} s, at turn {len(chat.calls)}"
+        finally:
+            playing.cancel()
+            await asyncio.wait({playing})
+        self._took_s += time.monotonic() - began
+        result = RolloutResult(reason=InvalidReason.ENV_ERROR, detail="it cancelled its own task")
+        if self._hangs is not None:
+            result = RolloutResult(reason=InvalidReason.ENV_ERROR, detail=self._hangs)
+        elif not playing.cancelled():
+            result = playing.result()
+        self._played.append(_Played(task_id=task.id, script=script, result=result, num_turns=len(chat.calls)))
+
+    # ------------------------------------------------------------ checks
+
+    def _checks(self, chosen: Sequence[str]) -> tuple[Check, ...]:
+        plain = [played for played in self._played if played.script != "full context"]
+        return (
+            _check("tasks", self._refused, f"{_count(len(chosen), 'task')} can be played"),
+            _check("limits", [self._hangs] if self._hangs else [], self._ends_text()),
+            self._valid("play", plain, (InvalidReason.ENV_ERROR, InvalidReason.INFRA), "no error in play"),
+            self._valid("reward", plain, (InvalidReason.REWARD_ERROR,), self._reward_text()),
+            self._gold_check(),
+            self._valid(
+                "full context",
+                [played for played in self._played if played.script == "full context"],
+                tuple(InvalidReason),
+                "a conversation that fills the context has a reward",
+            ),
+        )
+
+    def _ends_text(self) -> str:
+        turns = max((played.num_turns for played in self._played), default=0)
+        return f"each conversation ends within {self._request.play_s:g} s, after {_count(turns, 'turn')} at most"
+
+    def _reward_text(self) -> str:
+        low, high = self._request.reward_range
+        return f"all rewards are numbers from {low:g} to {high:g}"
+
+    def _valid(self, name: str, plays: Sequence[_Played], reasons: Sequence[InvalidReason], text: str) -> Check:
+        """Failed where a play ended for one of these reasons."""
+        if self._hangs is not None or not plays:
+            return Check(name=name, state=CheckState.NOT_CHECKED, detail="nothing was played to its end")
+        wrong = [
+            f"task {played.task_id}, {played.script}: {played.result.detail}"
+            for played in plays
+            if played.result.reason in reasons
+        ]
+        return _check(name, wrong, text)
+
+    def _gold_check(self) -> Check:
+        gold, garbage = self._rewards("gold"), self._rewards("garbage")
+        both = [task_id for task_id in gold if task_id in garbage]
+        if not both:
+            why = "no reward to compare"
+            if self._without_gold:
+                why = "the tasks have no `answer` and the environment has no `gold` of its own"
+            return Check(name="gold", state=CheckState.NOT_CHECKED, detail=why)
+        well, badly = (statistics.fmean(rewards[task_id] for task_id in both) for rewards in (gold, garbage))
+        text = f"the gold answer earns {well:.3g}, garbage {badly:.3g}, over {_count(len(both), 'task')}"
+        no_better = [task_id for task_id in both if gold[task_id] <= garbage[task_id]]
+        if no_better:
+            text += f"; gold earns no more than garbage on {_named(no_better)}"
+        if self._without_gold:
+            text += f"; without gold: {_named(self._without_gold)}"
+        if well > badly:
+            return Check(name="gold", state=CheckState.OK, detail=text)
+        hint = "; if the answer alone is not what earns the reward, define `gold`"
+        return Check(name="gold", state=CheckState.FAILED, detail=text + hint)
+
+    def _rewards(self, script: str) -> dict[str, float]:
+        """By task; of plays that were valid."""
+        return {
+            played.task_id: played.result.reward
+            for played in self._played
+            if played.script == script and played.result.reward is not None
+        }
+
+
+def _limited(turns: Iterable[str], most: int, *, then_full: bool) -> Iterator[str | Exception]:
+    """At most so many turns; where there are more, or `then_full`, calls after that find the context full."""
+    left = iter(turns)
+    yield from itertools.islice(left, most)
+    if then_full or next(left, None) is not None:
+        while True:
+            yield GenerationFailed(CONTEXT_LENGTH_EXCEEDED, "the conversation is full (preflight)")
+
+
+def _check(name: str, wrong: Sequence[str], text: str) -> Check:
+    """Failed where something is wrong; `text` says what is right."""
+    if not wrong:
+        return Check(name=name, state=CheckState.OK, detail=text)
+    more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+    return Check(name=name, state=CheckState.FAILED, detail="; ".join(wrong[:_MOST_NAMED]) + more)
+
+
+def _named(task_ids: Sequence[str]) -> str:
+    more = f" and {len(task_ids) - _MOST_NAMED} more" if len(task_ids) > _MOST_NAMED else ""
+    return ", ".join(task_ids[:_MOST_NAMED]) + more
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

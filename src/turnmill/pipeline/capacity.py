@@ -1,0 +1,58 @@
+"""What a run will keep on disk at most, by the size of its model: told before anything is spent."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from turnmill.config import Config
+from turnmill.errors import InvalidInput
+from turnmill.records import RunKind
+
+# Weights are stored as 32-bit floats; beside them a checkpoint has the two moments of AdamW.
+_BYTES_PER_PARAMETER = 4
+_COPIES_IN_CHECKPOINT = 3
+# Weight versions that are there at once: the base, the last two, and the one that is being written.
+_NUM_VERSIONS = 4
+# Beside the last checkpoints: the best one, the one that is being written, and the final weights.
+_NUM_OTHER_CHECKPOINTS = 2
+# Headers of safetensors files are refused by its own library beyond this.
+_MOST_HEADER_BYTES = 100_000_000
+
+
+def num_parameters(model_folder: Path) -> int:
+    """As the headers of its safetensors files say; raises `InvalidInput` for a file that is none."""
+    return sum(_num_in(path) for path in model_folder.glob("*.safetensors"))
+
+
+def bytes_to_keep(config: Config, kind: RunKind, parameters: int) -> int:
+    """An upper estimate for weights and checkpoints; conversations are small beside them, or the model is."""
+    weights = parameters * _BYTES_PER_PARAMETER
+    if kind is RunKind.EVAL:
+        return weights
+    num_saved = math.ceil(config.max_steps / config.save_steps)
+    num_checkpoints = min(num_saved, config.save_top_k + _NUM_OTHER_CHECKPOINTS)
+    # The final weights are a folder of their own.
+    return weights * (_NUM_VERSIONS + num_checkpoints * _COPIES_IN_CHECKPOINT + 1)
+
+
+def shown(num_bytes: float) -> str:
+    """For people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _num_in(path: Path) -> int:
+    """A file begins with the length of its header (8 bytes, little endian) and the header, in JSON."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+                raise ValueError("its header has an impossible length")
+            header = json.loads(file.read(length))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{path} is no safetensors file: {error}") from error
