@@ -18,6 +18,7 @@ from typing import Any
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
 from tenacity.wait import wait_random_exponential
 
+from turnmill import failpoints
 from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageTimeout, TurnmillError
 from turnmill.pipeline.failures import classify, text_of
 from turnmill.pipeline.stage import Done, Handle, Stage, StageContext
@@ -26,6 +27,8 @@ from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, StageRetry
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
+# Failpoints of each stage, `<stage>-<point>`, in order.
+POINTS = ("entered", "started", "handed", "finished", "done")
 
 
 class RunRecord:
@@ -134,12 +137,17 @@ class _StageWalk:
     async def walk(self) -> None:
         """Raises what ends the stage early, `StageTimeout` when its time is over."""
         await self._note()
+        self._hit("entered")
         self._log(logging.INFO, "starts")
         limit_s = self._stage.timeout_s(self._ctx.config)
         try:
             async with asyncio.timeout(limit_s) as limit:
-                await self._note(handle=await self._start())
+                handle = await self._start()
+                self._hit("started")
+                await self._note(handle=handle)
+                self._hit("handed")
                 done = await self._poll()
+                self._hit("finished")
         except TimeoutError as error:
             if not limit.expired():
                 await self._fail(error)
@@ -152,6 +160,11 @@ class _StageWalk:
             raise
         self._log(logging.INFO, "is done after %.1f s", time.time() - self._entry.started_at)
         await self._note(state="done", ended_at=time.time(), result=done.result)
+        self._hit("done")
+
+    def _hit(self, point: str) -> None:
+        """A moment at which the history and what was done differ in another way than at the one before."""
+        failpoints.hit(f"{self._stage.name}-{point}")
 
     async def _start(self) -> Handle:
         """The handle, after as many tries as the stage allows."""
@@ -180,17 +193,12 @@ class _StageWalk:
         await self._note(retries=(*self._entry.retries, retry))
 
     async def _poll(self) -> Done:
-        started = time.monotonic()
         while True:
             if not self._stage.always:
                 self._ctx.check()
             outcome = await self._stage.poll(self._ctx, self._entry.handle)
             if isinstance(outcome, Done):
                 return outcome
-            if self._entry.slow_since is None and time.monotonic() - started > self._stage.expected_s:
-                text = "takes longer than the expected %.0f s: %s"
-                self._log(logging.WARNING, text, self._stage.expected_s, outcome.detail)
-                await self._note(slow_since=time.time())
             await _pause(self._cancel, POLL_INTERVAL_S)
 
     async def _fail(self, error: Exception) -> None:

@@ -80,7 +80,7 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One row of the table. `expected_s` is a signal (slower is told), `timeout_s` ends the stage as failed."""
+    """One row of the table. `expected_s`: what takes longer is alerted about; `timeout_s` ends the stage as failed."""
 
     name: str
     # For people, in one sentence.

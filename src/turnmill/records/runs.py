@@ -32,8 +32,6 @@ class StageRecord:
     error_class: ErrorClass | None = None
     # Starts that failed before the one that counts.
     retries: tuple[StageRetry, ...] = ()
-    # Since when it takes longer than expected; None while it does not.
-    slow_since: float | None = None
     # Of the run: its stages are walked again when it is resumed.
     attempt: int = 1
 

@@ -257,16 +257,6 @@ def test_no_table_can_retry_what_is_permanent() -> None:
             Retry(classes=(each,))
 
 
-async def test_a_slow_stage_is_told_once_in_the_log_and_the_history(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    table = [stage(world, "A", polls=3, expected_s=0.0), stage(world, "B")]
-    run, _ = await walk(world.ctx, table, world.record, asyncio.Event())
-    slow, quick = run.stages
-    assert slow.slow_since is not None and slow.slow_since >= slow.started_at and quick.slow_since is None
-    assert caplog.text.count("stage A takes longer than the expected 0 s") == 1
-
-
 async def test_the_first_and_last_lines_of_a_stage_are_logged_while_it_goes_on(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:

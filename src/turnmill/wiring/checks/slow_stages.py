@@ -1,6 +1,7 @@
 """A stage that takes longer than is expected: a fixed time for most, for training and evaluation by their pace."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -130,8 +131,8 @@ class SlowStages:
         """Of all evaluations of the stage."""
         reports = [stage.result for stage in self._record.run.current_stages if stage.name == "ValidateData"]
         num_rows = reports[-1].get("eval_data", {}).get("rows", 0) if reports else 0
-        # Before and after.
-        return 2 * int(num_rows) * self._ctx.config.eval_rollouts
+        # Before and after, each in whole passes.
+        return 2 * int(num_rows) * math.ceil(self._ctx.config.eval_rollouts / num_rows) if num_rows else 0
 
     async def _finding(self, stage: str, why: str) -> Finding:
         run_id = self._ctx.run.run_id
