@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,32 @@ FORMATS = ("text", "json")
 _SECRET = re.compile(r"(/a/|[Bb]earer\s+|secret[\"'=: ]+|token[\"'=: ]+)([A-Za-z0-9_\-]{16,})")
 
 
+# Of the task that logs, where a process has several runs, and for what is logged by parts that know no run.
+_RUN: ContextVar[str | None] = ContextVar("run", default=None)
+_STAGE: ContextVar[str | None] = ContextVar("stage", default=None)
+_AT: ContextVar[str | None] = ContextVar("at", default=None)
+
+
+def log_as_run(run_id: str) -> None:
+    """What this task logs from now on, and what it starts, is of that run."""
+    _RUN.set(run_id)
+
+
+def log_at(at: str) -> None:
+    """What this task logs from now on is about that id, unless it says another one: an environment's logs too."""
+    _AT.set(at)
+
+
+@contextmanager
+def log_as_stage(name: str) -> Iterator[None]:
+    """What is logged inside, also by what is started there, is of that stage of the run."""
+    token = _STAGE.set(name)
+    try:
+        yield
+    finally:
+        _STAGE.reset(token)
+
+
 def redact(text: str) -> str:
     """`text` without the secrets that it carries."""
     return _SECRET.sub(r"\1***", text)
@@ -27,13 +54,16 @@ def redact(text: str) -> str:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        at = getattr(record, "at", None)
+        at = getattr(record, "at", None) or _AT.get()
         text = super().format(record)
         return redact(f"{text} [{at}]" if at else text)
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line, with `time` (UTC), `level`, `run`, `role`, `at`, `logger`, `message`, `error`: a traceback."""
+    """One object a line: `time` (UTC), `level`, `run`, `stage`, `role`, `at`, `logger`, `message`, `error` (traceback).
+
+    What does not apply is left out.
+    """
 
     def __init__(self, role: str, run_id: str | None) -> None:
         super().__init__()
@@ -41,13 +71,14 @@ class _JsonFormatter(logging.Formatter):
         self._run_id = run_id
 
     def format(self, record: logging.LogRecord) -> str:
-        at = getattr(record, "at", None)
+        at = getattr(record, "at", None) or _AT.get()
         error = [self.formatException(record.exc_info)] if record.exc_info else []
         error += [self.formatStack(record.stack_info)] if record.stack_info else []
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
-            "run": self._run_id,
+            "run": self._run_id or _RUN.get(),
+            "stage": _STAGE.get(),
             "role": self._role,
             "at": None if at is None else redact(str(at)),
             "logger": record.name,
@@ -89,7 +120,7 @@ def also_logged(path: Path, role: str, run_id: str, *, form: str = "text") -> It
         raise BackendUnavailable(f"{path} can't be opened: {error}") from error
     with file:
         handler = _handler(role, file, run_id, form)
-        handler.addFilter(lambda record: run_id in str(getattr(record, "at", None)).split("/"))
+        handler.addFilter(lambda record: _RUN.get() == run_id or run_id in str(getattr(record, "at", None)).split("/"))
         logging.getLogger().addHandler(handler)
         try:
             yield

@@ -12,6 +12,7 @@ MODULES = (
     "turnmill.intake.dataset",
     "turnmill.pipeline.stages",
     "turnmill.pipeline.engine",
+    "turnmill.control_api.server",
     "turnmill.conversation.proxy",
     "turnmill.rollout.worker",
     "turnmill.backends.embedded",

@@ -1,10 +1,8 @@
 """How runs look in a terminal: sparklines, one-line progress, tables. Pure functions from records to renderables."""
 
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -12,7 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.cli.options import TRAINING
-from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity, StageRecord
+from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity
+from turnmill.wiring.figures import max_steps_of as max_steps_of
+from turnmill.wiring.figures import rewards as rewards
+from turnmill.wiring.figures import stage_s
+from turnmill.wiring.figures import summary as summary
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "cyan", "done": "green", "failed": "red"}
@@ -68,16 +70,6 @@ def eta_s(metrics: Sequence[Metric], max_steps: int) -> float | None:
     return pace * max(0, max_steps - recent[-1].step)
 
 
-def rewards(metrics: Sequence[Metric]) -> list[float]:
-    """The mean reward of each step in which something valid was generated."""
-    return [m.values["reward_mean"] for m in metrics if "reward_mean" in m.values]
-
-
-def max_steps_of(run: Run) -> int:
-    """How many optimizer steps a run makes; 0 for an evaluation."""
-    return int(run.config.get("max_steps", 0)) if run.kind is RunKind.TRAIN else 0
-
-
 def step_line(metric: Metric, max_steps: int) -> str:
     """One step in one line, for logs and pipes."""
     v = metric.values
@@ -104,16 +96,9 @@ def stages_text(run: Run) -> Text:
         if text:
             text.append(" → ")
         text.append(stage.name, style=STYLES.get(stage.state, ""))
-        if (seconds := _stage_s(run, stage)) is not None:
+        if (seconds := stage_s(run, stage)) is not None:
             text.append(f" {duration(seconds)}", style="dim")
     return text
-
-
-def _stage_s(run: Run, stage: StageRecord) -> float | None:
-    """How long a stage took, or has taken up to now; None where nobody saw its end."""
-    if stage.ended_at is None:
-        return None if run.status.is_final else time.time() - stage.started_at
-    return stage.ended_at - stage.started_at
 
 
 def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
@@ -255,37 +240,6 @@ def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
     if figures["checkpoint"]:
         lines.append(f"final checkpoint: {figures['checkpoint']}")
     return lines
-
-
-def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
-    """The figures of a training run that one quotes; None where the run did not get there."""
-    values = rewards(metrics)
-    stages = {stage.name: stage for stage in run.current_stages}
-    training = stages.get("SubmitTraining")
-    train_s = _stage_s(run, training) if training else None
-    evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}
-    return {
-        "run_id": run.run_id,
-        "kind": run.kind.value,
-        "status": run.status.value,
-        # Key of the upload that it was made of.
-        "upload": run.upload,
-        "duplicate_of": run.duplicate_of,
-        "created_at": run.created_at,
-        "seed": run.config.get("seed"),
-        "steps": metrics[-1].step if metrics else 0,
-        "reward_first": values[0] if values else None,
-        "reward_last10": sum(values[-10:]) / len(values[-10:]) if values else None,
-        "eval_before": evaluations.get("before", {}).get("solved"),
-        "eval_after": evaluations.get("after", {}).get("solved"),
-        "eval": evaluations.get("eval", {}).get("solved"),
-        # All figures of each evaluation: `before` and `after` training, or `eval` alone.
-        "evaluations": evaluations,
-        "train_s": None if train_s is None else round(train_s, 1),
-        "num_generated": int(sum(m.values.get("num_generated", 0.0) for m in metrics)),
-        "checkpoint": training.result.get("checkpoint") if training else None,
-        "error": run.error,
-    }
 
 
 def _state(alert: Alert) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -25,6 +25,7 @@ from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.mirroring import mirrored
 from turnmill.wiring.resume import resume as resume_run
 from turnmill.wiring.variables import log_format
 
@@ -186,12 +187,14 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
             cancel.set()
             raise
 
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.enter_context(on_signals(cancel, console))
+        start_mirror = await stack.enter_async_context(mirrored(root))
 
         def created(run: Run) -> None:
             stack.enter_context(control_log(root / "runs" / run.run_id / "logs" / "control.log", run.run_id))
             stack.enter_context(WarningsShown(console))
+            start_mirror(run.run_id)
             views.append(asyncio.create_task(view(run), name="view"))
 
         try:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import click
@@ -17,6 +19,7 @@ from turnmill.records import RunStatus
 from turnmill.wiring.cancelling import ask
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.mirroring import mirrored
 from turnmill.wiring.reading import until_ended
 from turnmill.wiring.variables import log_format
 
@@ -25,21 +28,29 @@ from turnmill.wiring.variables import log_format
 @click.option(
     "--max-parallel-runs", type=click.IntRange(1, 64), default=1, show_default=True, help="Runs at the same time."
 )
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Of the API, on 127.0.0.1."
+)
 @root_option
 @json_option("Print one object for each thing that happens.")
 @config_options()
-def up(max_parallel_runs: int, config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
+def up(max_parallel_runs: int, port: int, config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
     """Watch ROOT/bucket/training-data and train on each .jsonl file that is put there, until Ctrl-C.
 
     Parameters given here hold for all uploads; NAME.config.toml beside NAME.jsonl, put there first, overrides them for
-    that upload. Runs that are stopped or killed go on when the command is started again.
+    that upload. Runs that are stopped or killed go on when the command is started again. The API and /metrics are
+    where ROOT/control.json says, for those who have the token in ROOT/control.token.
     """
     log_format()  # a bad one is refused before anything is served
     layers = Layers(file=config_file, environ=os.environ, flags=collect_flags(flags))
-    run_loop(_serve(root, layers, max_parallel_runs, as_json))
+    run_loop(_serve(root, layers, max_parallel_runs, port, as_json))
 
 
-async def _serve(root: Path, layers: Layers, max_parallel_runs: int, as_json: bool) -> None:
+async def _serve(root: Path, layers: Layers, max_parallel_runs: int, port: int, as_json: bool) -> None:
+    # A web framework that no other command needs.
+    from turnmill.control_api.access import TOKEN_FILE
+    from turnmill.control_api.server import serve_api
+
     console = PlainConsole(stderr=as_json)
     stop = asyncio.Event()
     closed: list[BrokenPipeError] = []
@@ -58,11 +69,18 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, as_json: bo
 
     deployment = Deployment(root, layers, max_parallel_runs=max_parallel_runs, tell=tell)
 
+    @asynccontextmanager
+    async def beside() -> AsyncIterator[None]:
+        async with mirrored(root) as start_mirror, serve_api(root, port=port) as url:
+            start_mirror(None)
+            say(console, f"the API is at {url}; its token is in {root / TOKEN_FILE}")
+            yield
+
     def ready() -> None:
         say(console, f"put .jsonl files into {deployment.folder} (Ctrl-C ends this; runs go on next time)")
 
     with on_signals(stop, console), control_log(root / "logs" / "control.log"), WarningsShown(console):
-        await deployment.up(stop, ready)
+        await deployment.up(stop, ready, beside=beside)
     if closed:
         raise closed[0]
 

@@ -4,6 +4,10 @@
 type = "slack"                      # or "webhook", "pagerduty"
 url_env = "SLACK_WEBHOOK_URL"       # or url = "https://hooks.slack.com/services/..."
 min_severity = "error"
+
+[mlflow]
+tracking_uri = "http://127.0.0.1:5000"   # or tracking_uri_env = the name of a variable
+experiment = "turnmill"
 """
 
 import difflib
@@ -63,10 +67,21 @@ class AlertChannel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MlflowStore:
+    """The `[mlflow]` table: where runs are mirrored to."""
+
+    # No repr: it may hold a password.
+    tracking_uri: str = field(repr=False)
+    experiment: str = "turnmill"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """The whole file."""
 
     alerts: tuple[AlertChannel, ...] = ()
+    # None: nothing is mirrored.
+    mlflow: MlflowStore | None = None
 
 
 def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
@@ -103,7 +118,8 @@ class _Reader:
         self._environ = environ
 
     def deployment(self, values: dict[str, Any]) -> Deployment:
-        self._refuse_unknown("", values, ("alerts",))
+        self._refuse_unknown("", values, ("alerts", "mlflow"))
+        mlflow = self._mlflow(values.get("mlflow"))
         tables = values.get("alerts", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             self.problems.append("alerts: must be tables, each one headed [[alerts]]")
@@ -117,7 +133,21 @@ class _Reader:
                         f"alerts[{number}].name: {channel.name!r} is taken; give each channel a name of its own"
                     )
                 names.add(channel.name)
-        return Deployment(alerts=tuple(channel for channel in channels if channel is not None))
+        return Deployment(alerts=tuple(channel for channel in channels if channel is not None), mlflow=mlflow)
+
+    def _mlflow(self, table: object) -> MlflowStore | None:
+        if table is None:
+            return None
+        if not isinstance(table, dict):
+            self.problems.append("mlflow: must be a table, headed [mlflow]")
+            return None
+        self._refuse_unknown("mlflow.", table, ("tracking_uri", "tracking_uri_env", "experiment"))
+        experiment = table.get("experiment", MlflowStore.experiment)
+        if not isinstance(experiment, str) or not experiment.strip() or not experiment.isprintable():
+            self.problems.append("mlflow.experiment: must be the name of an experiment")
+            experiment = MlflowStore.experiment
+        uri = self._secret("mlflow", table, "tracking_uri", is_required=True)
+        return MlflowStore(tracking_uri=uri, experiment=experiment)
 
     def _alert_channel(self, place: str, table: dict[str, Any]) -> AlertChannel | None:
         types = tuple(kind.value for kind in AlertChannelType)

@@ -9,23 +9,18 @@ The routes are dispatched by hand: a turn of a small model takes about a millise
 request and response objects would take a fifth. Secrets travel in paths and headers, so no access log is written.
 """
 
-import asyncio
 import logging
 import re
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
 from turnmill.conversation.requests import parse_object, parse_report
-from turnmill.conversation.server import Connection
+from turnmill.conversation.serving import listening
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import (
     BackendUnavailable,
@@ -48,7 +43,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_WAIT_S = 30.0
 MAX_ROLLOUTS = 4096
-GRACE_S = 5
 _CHAT = re.compile(r"/a/([A-Za-z0-9_\-]{16,128})/v1/chat/completions")
 
 
@@ -267,76 +261,16 @@ def _completion(answer: Answer, model: str) -> bytes:
 # ---------------------------------------------------------------- server
 
 
-class _Connection(Connection):
-    """Our connection as uvicorn makes it. It writes no access log: its lines would hold the secrets in the paths."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(
-            config.loaded_app,
-            connections=server_state.connections,
-            tasks=server_state.tasks,
-            idle_s=config.timeout_keep_alive,
-            loop=_loop or asyncio.get_running_loop(),
-        )
-
-
-class _Server(uvicorn.Server):
-    """A server inside somebody else's process: it leaves the signals alone and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listens.set()
-
-
 @asynccontextmanager
 async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
     """Serve on the running loop; yields the port (chosen by the system for 0).
 
     On leaving, calls and lease requests that wait are sent away with 503 before the server closes.
     """
-    listener = socket.create_server((host, port), backlog=2048)
-    listener.setblocking(False)
-    bound: int = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app,
-        http=_Connection,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]), name="proxy-server")
-    listens = asyncio.create_task(server.listens.wait(), name="proxy-listens")
-    await asyncio.wait([running, listens], return_when=asyncio.FIRST_COMPLETED)
-    listens.cancel()
-    if running.done():
-        running.result()
-        raise BackendUnavailable(f"the server on {host}:{port} ended at once")
-    if not app.sessions.base_url:
-        app.sessions.base_url = f"http://{host}:{bound}"
-    try:
-        yield bound
-    finally:
-        app.sessions.stop()
-        server.should_exit = True
-        await running
+    async with listening(app, host=host, port=port, name="proxy") as bound:
+        if not app.sessions.base_url:
+            app.sessions.base_url = f"http://{host}:{bound}"
+        try:
+            yield bound
+        finally:
+            app.sessions.stop()

@@ -24,6 +24,7 @@ from turnmill.pipeline.failures import classify, text_of
 from turnmill.pipeline.stage import Done, Handle, Stage, StageContext
 from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, StageRetry, decode, encode, run_key
+from turnmill.telemetry import log_as_stage
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -102,7 +103,8 @@ async def walk(
         if (failure or defect) and not stage.always:
             continue
         try:
-            await _StageWalk(ctx, stage, record, asyncio.Event() if stage.always else cancel).walk()
+            with log_as_stage(stage.name):
+                await _StageWalk(ctx, stage, record, asyncio.Event() if stage.always else cancel).walk()
         except TurnmillError as error:
             failure = failure or error
         except Exception as error:

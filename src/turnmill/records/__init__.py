@@ -78,7 +78,7 @@ from turnmill.records.training import (
     WeightVersion,
     WorkerStatus,
 )
-from turnmill.records.uploads import Cause, Upload
+from turnmill.records.uploads import Cause, Upload, cause_prefix
 
 __all__ = [
     "ALERT_PREFIX",
@@ -139,6 +139,7 @@ __all__ = [
     "call_key",
     "call_prefix",
     "cancel_key",
+    "cause_prefix",
     "dead_letter_key",
     "decode",
     "dedup_key",

@@ -43,4 +43,9 @@ class Cause:
 
 def cause_key(bucket: str, cause: str) -> str:
     """A cause is as long as an object's key may be, so its digest stands for it."""
-    return f"causes/{segment(bucket)}/{digest_of(cause.encode())}"
+    return f"{cause_prefix(bucket)}{digest_of(cause.encode())}"
+
+
+def cause_prefix(bucket: str) -> str:
+    """Of all causes that are uploads to a bucket."""
+    return f"causes/{segment(bucket)}/"

@@ -25,6 +25,7 @@ from turnmill.environment.base import Environment
 from turnmill.errors import InvalidInput, LeaseLost, RoleFailed
 from turnmill.records import InvalidReason, RolloutResult
 from turnmill.rollout.runner import InProcessRunner, Runner
+from turnmill.telemetry import log_at
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +112,14 @@ class Worker:
                     task.cancel()
 
     async def _play(self, leased: LeasedRollout) -> None:
-        at = {"at": f"{leased.request.sample_id}/{leased.attempt}"}
+        log_at(f"{leased.request.sample_id}/{leased.attempt}")
         try:
             result = await self._runner.run(leased)
             self._reporting.add(leased.lease_token)
             await self._report(leased, result)
-            logger.debug("rollout reported: %s", result.reason or result.reward, extra=at)
+            logger.debug("rollout reported: %s", result.reason or result.reward)
         except LeaseLost as error:
-            logger.warning("rollout is not reported: %s", error, extra=at)
+            logger.warning("rollout is not reported: %s", error)
 
     def _free(self, lease_token: str, _: asyncio.Task[None]) -> None:
         del self._rollouts[lease_token]
@@ -130,7 +131,7 @@ class Worker:
         try:
             await self._api.report(leased, result)
         except InvalidInput as error:
-            logger.error("report refused: %s", error, extra={"at": leased.request.sample_id})
+            logger.error("report refused: %s", error)
             await self._api.report(leased, RolloutResult(reason=InvalidReason.ENV_ERROR, detail=str(error)))
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from turnmill.errors import BackendUnavailable, Cancelled, ConfigError, Conflict
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Alert, Run, RunStatus, Upload
-from turnmill.telemetry import also_logged
+from turnmill.telemetry import also_logged, log_as_run
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
 from turnmill.wiring.checks import checks_of_deployment
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
@@ -86,9 +86,16 @@ class Deployment:
         """Into which tasks are uploaded."""
         return self._bucket.folder
 
-    async def up(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+    async def up(
+        self,
+        stop: asyncio.Event,
+        ready: Callable[[], None],
+        *,
+        beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> None:
         """Serve until `stop`: runs that are active then wait for the next `up`, which goes on with them.
 
+        `beside` is entered once the root is this process's own, and left when nothing is served any more.
         Raises `ConfigError` if `turnmill.toml` is wrong, and `Conflict` if the root is served.
         """
         async with AsyncExitStack() as stack:
@@ -96,6 +103,7 @@ class Deployment:
             stack.enter_context(only_one(lock, f"{self._root} is served by another `turnmill up`"))
             self._alarms = await stack.enter_async_context(open_alarms(self._root))
             await stack.enter_async_context(self._monitored(self._alarms))
+            await stack.enter_async_context(beside())
             ready()
             tasks = {
                 asyncio.create_task(self._take_uploads(stop), name="uploads"),
@@ -204,6 +212,7 @@ class Deployment:
 
     async def _run(self, run: Run, stop: asyncio.Event) -> None:
         """One run from its turn to its end, or to `stop`. Whatever ends it, the deployment goes on."""
+        log_as_run(run.run_id)
         self._tell(News(text=f"run {run.run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
         try:
             try:

@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from turnmill.backends.embedded import look_at_root_records, open_root_records, open_run, process_lives
+from turnmill.backends.embedded import (
+    look_at_metrics,
+    look_at_root_records,
+    look_at_run_records,
+    open_root_records,
+    open_run,
+    process_lives,
+)
 from turnmill.errors import NotFound
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
@@ -75,6 +82,50 @@ async def list_runs(root: Path) -> list[Run]:
     finally:
         runs.close()
     return sorted(found, key=lambda run: run.created_at)
+
+
+def look_at_steps(root: Path, run_id: str) -> list[Metric]:
+    """As `read_metrics`, as one who leaves no trace and waits for nobody."""
+    status = look_at_training(root, run_id)
+    found = look_at_metrics(root, run_id)
+    return found if status is None else [metric for metric in found if metric.step <= status.step]
+
+
+class SeenSteps:
+    """`look_at_steps` again and again: the files are only read when one of them was written to."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self._root = root
+        self._run_id = run_id
+        self._seen: tuple[object, ...] | None = None
+        self._metrics: list[Metric] = []
+
+    def look(self) -> list[Metric]:
+        """The metrics of the run by step, as they are now."""
+        folder = self._root / "runs" / self._run_id
+        # Before reading: what is written meanwhile is read the next time.
+        seen = tuple(map(_mark_of, (folder / "metrics.jsonl", *sorted((folder / "records").glob("training.db*")))))
+        if seen != self._seen:
+            self._metrics = look_at_steps(self._root, self._run_id)
+            self._seen = seen
+        return self._metrics
+
+
+def _mark_of(path: Path) -> tuple[str, int, int] | None:
+    """Another one when the file was written to; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return path.name, status.st_mtime_ns, status.st_size
+
+
+def look_at_training(root: Path, run_id: str) -> TrainingStatus | None:
+    """What the trainer of a run says of itself; None before there was one."""
+    for item in look_at_run_records(root, run_id, training_key(run_id), limit=1):
+        if item.key == training_key(run_id):
+            return decode(item.value, TrainingStatus)
+    return None
 
 
 async def read_metrics(root: Path, run_id: str) -> list[Metric]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnmill.backends.embedded import ProcessLauncher, wait_until_gone
+from turnmill.backends.embedded import ProcessLauncher, look_at_restarts, wait_until_gone
 from turnmill.errors import BackendUnavailable
 from turnmill.ports import RoleSpec
 
@@ -67,3 +67,25 @@ async def test_no_second_process_of_a_name_is_started_beside_the_one_of_a_dead_l
     await first.close()
     await wait_until_gone(tmp_path, "run-1", 10.0)
     await wait_until_gone(tmp_path, "run-of-nobody", 0.0)
+
+
+async def test_restarts_are_counted_for_those_who_come_later(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    launcher = ProcessLauncher(tmp_path, command=[str(program)], restart_pause_s=0.01)
+    for name in ("a", "b"):
+        await launcher.start(RoleSpec(role="worker", name=name, run_id="run-1", max_restarts=5))
+    for number in (1, 2):
+        status = (await launcher.statuses())[0]
+        assert status.pid is not None
+        os.kill(status.pid, signal.SIGKILL)
+        for _ in range(2000):
+            if look_at_restarts(tmp_path, "run-1") == {"a": number}:
+                break
+            await asyncio.sleep(0.01)
+    await launcher.close()
+    file = tmp_path / "runs" / "run-1" / "restarts.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"role": "a"')
+    assert look_at_restarts(tmp_path, "run-1") == {"a": 2}, "without the line that is torn"
+    assert look_at_restarts(tmp_path, "run-2") == {}

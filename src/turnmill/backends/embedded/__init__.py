@@ -5,7 +5,7 @@
     ROOT/runs/<run>/records/<kind>.db    the run's records
                     queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it.
                                          generate_response lies beside the calls, so that an answer is one transaction
-                    blobs/  weights/  logs/  checkpoints/  metrics.jsonl
+                    blobs/  weights/  logs/  checkpoints/  metrics.jsonl  restarts.jsonl
                     locks/<name>.lock    held by the role process of that name as long as it lives
 
 Survives SIGKILL of any process. Opening creates nothing: files come with the first write, or with `RunInfra.deploy`.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
-from turnmill.backends.embedded.counts import count
+from turnmill.backends.embedded.counts import count, count_samples
 from turnmill.backends.embedded.files import process_lives
 from turnmill.backends.embedded.infra import FolderRunInfra
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
@@ -31,18 +31,23 @@ from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SCHEMA as RECORDS_SCHEMA
 from turnmill.backends.embedded.records import SqliteRecordStore, kind_of, scan
+from turnmill.backends.embedded.restarts import count_restarts
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
 from turnmill.ports import QueueCounts, RunPorts, Stored
+from turnmill.records import Metric, Purpose, SampleState
 
 __all__ = [
     "FolderBucket",
     "ProcessLauncher",
     "log_tail",
+    "look_at_metrics",
     "look_at_queues",
+    "look_at_restarts",
     "look_at_root_records",
     "look_at_run_records",
+    "look_at_samples",
     "only_one",
     "open_bucket",
     "open_root_records",
@@ -118,6 +123,21 @@ def look_at_run_records(root: Path, run_id: str, prefix: str, *, limit: int) -> 
     """As `look_at_root_records`, the first `limit` of the run's own; raises `InvalidInput` for a bad run id."""
     path = _run_folder(root, run_id) / "records" / f"{kind_of(prefix)}.db"
     return look(path, "records", partial(scan, prefix=prefix, after="", limit=limit)) or []
+
+
+def look_at_samples(root: Path, run_id: str) -> dict[tuple[Purpose, SampleState], int]:
+    """How many samples of a run are in which state; leaves no trace, and takes a second for some 100 000."""
+    return look(_run_folder(root, run_id) / "records" / "samples.db", "records", count_samples) or {}
+
+
+def look_at_metrics(root: Path, run_id: str) -> list[Metric]:
+    """The metrics of a run by step, as they were written."""
+    return JsonlMetricSink(_run_folder(root, run_id) / "metrics.jsonl").read_now(run_id)
+
+
+def look_at_restarts(root: Path, run_id: str) -> dict[str, int]:
+    """How often each role of a run, by its name, was started again after it had died."""
+    return count_restarts(_run_folder(root, run_id) / "restarts.jsonl")
 
 
 def _run_folder(root: Path, run_id: str) -> Path:

@@ -20,11 +20,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from watchfiles import awatch
 
 from turnmill.backends.embedded.files import disk, replacing
-from turnmill.errors import Conflict, InvalidInput
+from turnmill.errors import Conflict, InvalidInput, printable
 from turnmill.records import Upload
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ POLL_S = 1.0
 # Endings of what editors, browsers and copying programs leave while they work.
 _TEMPORARY = ("~", ".tmp", ".temp", ".swp", ".swx", ".swo", ".bak", ".part", ".partial", ".crdownload", ".filepart")
 _VIM_PROBE = "4913"
+# Of an upload's key (an object store's limit), and of one segment of it (a file system's).
+_MOST_KEY_BYTES, _MOST_NAME_BYTES = 1024, 255
 
 
 @dataclass(kw_only=True)
@@ -164,12 +167,7 @@ class FolderBucket:
         if source.is_dir():
             raise InvalidInput(f"{source} is a folder; upload one {SUFFIX} file at a time")
         target = self.folder / key
-        if not key.endswith(SUFFIX) or os.path.normpath(key) != key or key.startswith(("/", "..")):
-            raise InvalidInput(f"{key!r} can't be the name of an upload: use NAME{SUFFIX} or FOLDER/NAME{SUFFIX}")
-        if not _is_text(key):
-            raise InvalidInput(f"{key!a} can't be the name of an upload: it is no valid UTF-8; give it another one")
-        if any(_is_temporary(part) for part in key.split("/")):
-            raise InvalidInput(f"{key!r} looks like a temporary file and would be ignored")
+        _check_key(key, (SUFFIX,))
         with disk(source), source.open("rb"):
             pass
         if sidecar is not None:
@@ -177,6 +175,42 @@ class FolderBucket:
                 _place(sidecar, self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX))
         _place(source, target)
         return target
+
+    @contextmanager
+    def receive(self, key: str) -> Iterator[BinaryIO]:
+        """A file to write the content of an upload, or of a sidecar, into: it is there at the end, whole.
+
+        Nothing of it stays after an error. Raises `InvalidInput` for a name that can't be one, `Conflict` where a
+        folder has that name, `BackendUnavailable` for a full disk.
+        """
+        _check_key(key, (SUFFIX, SIDECAR_SUFFIX))
+        target = self.folder / key
+        with disk(target):
+            try:
+                with replacing(target) as file:
+                    yield file
+            except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+                raise Conflict(
+                    f"{key} can't be uploaded: a folder has that name, or a file that of its folder"
+                ) from error
+
+    def holds(self, key: str) -> bool:
+        """Whether a file of that name is there."""
+        return os.path.isfile(self.folder / key)
+
+
+def _check_key(key: str, suffixes: tuple[str, ...]) -> None:
+    """Raise `InvalidInput` for what would lie elsewhere, or would not be looked at."""
+    if not key.endswith(suffixes) or os.path.normpath(key) != key or key.startswith(("/", "..")) or "\0" in key:
+        raise InvalidInput(f"{key!r} can't be the name of an upload: use NAME{SUFFIX} or FOLDER/NAME{SUFFIX}")
+    if not _is_text(key):
+        raise InvalidInput(f"{key!a} can't be the name of an upload: it is no valid UTF-8; give it another one")
+    if len(os.fsencode(key)) > _MOST_KEY_BYTES or any(
+        len(os.fsencode(part)) > _MOST_NAME_BYTES for part in key.split("/")
+    ):
+        raise InvalidInput(f"{printable(key)!r} can't be the name of an upload: it is too long")
+    if any(_is_temporary(part) for part in key.split("/")):
+        raise InvalidInput(f"{key!r} looks like a temporary file and would be ignored")
 
 
 def _place(source: Path, target: Path) -> None:

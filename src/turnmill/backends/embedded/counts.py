@@ -1,8 +1,9 @@
-"""What a queue's file holds, counted."""
+"""What a file holds, counted: the messages of a queue, the samples of a run."""
 
 import sqlite3
 
 from turnmill.ports import QueueCounts
+from turnmill.records import Purpose, SampleState
 
 # Message ids are times of sending, in microseconds. Below this they are of an earlier build, which counted from 1.
 FIRST_TIMED_ID = 1_000_000
@@ -34,3 +35,11 @@ def _age_s(oldest: int | None, now: float) -> float | None:
     if oldest is None or oldest < FIRST_TIMED_ID or (age_s := now - oldest / 1e6) < -1.0:
         return None
     return max(0.0, age_s)
+
+
+def count_samples(connection: sqlite3.Connection) -> dict[tuple[Purpose, SampleState], int]:
+    """How many samples there are of each purpose in each state: reads all of them, though only as far as needed."""
+    rows = connection.execute(
+        "SELECT CAST(value AS TEXT) ->> 'purpose', CAST(value AS TEXT) ->> 'state', count(*) FROM records GROUP BY 1, 2"
+    )
+    return {(Purpose(purpose), SampleState(state)): number for purpose, state, number in rows}

@@ -61,12 +61,15 @@ def write_atomically(path: Path, *parts: bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` at the end, whole and on disk; nothing of it stays after an error."""
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at the end, whole and on disk; nothing of it stays after an error.
+
+    `mode`: who may read and write it, before the umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside_in(path.parent)
     try:
-        with aside.open("xb") as file:
+        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

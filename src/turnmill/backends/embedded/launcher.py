@@ -23,6 +23,7 @@ from pathlib import Path
 
 from turnmill.backends.embedded.files import disk
 from turnmill.backends.embedded.locks import lock_path, take_lock
+from turnmill.backends.embedded.restarts import note_restart
 from turnmill.errors import BackendUnavailable, TurnmillError
 from turnmill.ports import RoleSpec, RoleStatus
 from turnmill.telemetry import redact
@@ -178,6 +179,16 @@ class ProcessLauncher:
             role.num_restarts += 1
             role.num_in_a_row += 1
             role.process, role.ended, role.made = process, ended, time.monotonic()
+            # Not earlier: whoever stops the role while this waits must find the process that lives.
+            await self._note_restart(role)
+
+    async def _note_restart(self, role: _Role) -> None:
+        path = role.log.parent.parent / "restarts.jsonl"
+        try:
+            await asyncio.to_thread(note_restart, path, role.spec.name, role.exit_code)
+        except TurnmillError as error:
+            # A figure is not worth a role.
+            logger.warning("the restart of %s is not counted: %s", role.spec.name, error)
 
     async def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
         lock = await take_lock(lock_path(self._root, spec.run_id, spec.name), self._patience_s)

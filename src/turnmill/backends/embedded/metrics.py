@@ -30,7 +30,7 @@ class JsonlMetricSink:
 
     async def read(self, run_id: str) -> list[Metric]:
         """See `ports.MetricSink.read`; a line that a dying writer left torn is skipped with a warning."""
-        return await asyncio.to_thread(self._read, run_id)
+        return await asyncio.to_thread(self.read_now, run_id)
 
     def _write(self, metric: Metric) -> None:
         line = encode(metric) + b"\n"
@@ -47,7 +47,8 @@ class JsonlMetricSink:
             finally:
                 os.close(fd)
 
-    def _read(self, run_id: str) -> list[Metric]:
+    def read_now(self, run_id: str) -> list[Metric]:
+        """`read` for a thread of the caller's own."""
         if not self._path.exists():
             return []
         with disk(self._path):
