@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from turnmill.records import Alert, Metric, Version, WeightVersion
+from turnmill.records import Alert, Metric, PublishedModel, Version, WeightVersion
 
 # ---------------------------------------------------------------- blobs
 
@@ -243,6 +243,33 @@ class WeightStore(Protocol):
         ...
 
 
+# ---------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A published model and the folder or URI from which it can be loaded."""
+
+    model: PublishedModel
+    location: str
+
+
+class ModelStore(Protocol):
+    """The deployment's published models. A version's content never changes."""
+
+    async def publish(self, model: PublishedModel, source: Path, documents: Mapping[str, bytes]) -> StoredModel:
+        """Store the folder `source` (Hugging Face format) and the documents, by file name; `model.files` is filled in.
+
+        The first one stands: published again, whatever was published before is returned. Raises `VersionConflict` if
+        the version is there with another weight digest.
+        """
+        ...
+
+    async def find(self, run_id: str, version: Version) -> StoredModel | None:
+        """None where it was not published."""
+        ...
+
+
 # ---------------------------------------------------------------- processes
 
 
@@ -381,6 +408,8 @@ class RunPorts:
     records: RecordStore
     blobs: BlobStore
     weights: WeightStore
+    # The deployment's.
+    models: ModelStore
     metrics: MetricSink
     rollout_request: Queue
     rollout_response: Queue

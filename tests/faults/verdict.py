@@ -24,14 +24,14 @@ SELECT json_extract(cast(value AS text), '$.state'),
        json_extract(cast(value AS text), '$.drop_reason'),
        json_extract(cast(value AS text), '$.reason'),
        count(*)
-FROM records GROUP BY 1, 2, 3
+FROM records WHERE key LIKE 'samples/%/train/%' GROUP BY 1, 2, 3
 """
 _INFRA = f"{SampleState.INVALID}:{InvalidReason.INFRA}"
 _TORCH_NAMES = {np.dtype(np.float32): "torch.float32", np.dtype(np.int64): "torch.int64"}
 
 
 def accounting_of(folder: Path) -> dict[str, int]:
-    """How many requests ended how, e.g. `dropped:no_signal`: one query on the run's samples."""
+    """How many requests for training ended how, e.g. `dropped:no_signal`: one query on the run's samples."""
     connection = sqlite3.connect(f"file:{folder}/records/samples.db?mode=ro", uri=True)
     try:
         rows = connection.execute(_ACCOUNTING).fetchall()

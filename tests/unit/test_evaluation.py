@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turnmill.errors import NoProgress
-from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate, wilson
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress, evaluate, wilson
 from turnmill.records import InvalidReason, Purpose, RolloutRequest, SampleRecord, SampleState, Task
 
 TASKS = [Task(id=f"t{i}", metadata={"prompt": "p"}) for i in range(3)]
@@ -87,22 +87,23 @@ async def test_an_evaluation_that_is_invalid_throughout_stops_with_the_reason() 
 async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_error() -> None:
     calls: list[str] = []
 
-    async def play(name: str, path: Path) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
         calls.append(name)
         if name == "bad":
             raise NoProgress("stuck")
         source = ScriptedRollouts({"t0": [1.0], "t1": [1.0], "t2": [0.0]})
-        return await evaluate(TASKS, source, name=name, num_rollouts=3, threshold=1.0)
+        return await evaluate(TASKS, source, name=name, num_rollouts=3, threshold=1.0, progress=progress)
 
     background = BackgroundEvaluations(play)
     for _ in range(2):
         await background.start("good", Path("x"))
         await background.start("bad", Path("x"))
-    assert background.poll("good") is None
+    assert background.poll("good") is None and background.progress("good") == "0 of 0"
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     result = background.poll("good")
-    assert result is not None and result["num_valid"] == 3
+    assert result is not None and result["num_valid"] == 3 and background.progress("good") == "3 of 3"
+    assert result["by_task"] == {"t0": (1, 1), "t1": (1, 1), "t2": (0, 1)}
     with pytest.raises(NoProgress, match="stuck"):
         background.poll("bad")
     assert sorted(calls) == ["bad", "good"]

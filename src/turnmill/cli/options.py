@@ -17,7 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 TRAINING = frozenset(
     "training_method max_steps global_batch_size number_generation max_refill_rounds rollout_strategy shuffle "
     "lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low clip_ratio_high "
-    "kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance".split()
+    "kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance "
+    "baseline_rollouts baseline_max_rollouts ignore_baseline promotion".split()
 )
 EPILOG = (
     "A parameter comes from the last of: its default, the model's recipe.toml, --config, a variable TURNMILL_NAME, "

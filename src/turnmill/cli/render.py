@@ -1,8 +1,9 @@
 """How runs look in a terminal: sparklines, one-line progress, tables. Pure functions from records to renderables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -226,6 +227,40 @@ def evaluation_lines(run: Run) -> list[str]:
     ]
 
 
+_BASELINE_TITLES = {"0": "none", "100": "all"}
+_BASELINE_WIDTH = 30
+
+
+def baseline_lines(figures: Mapping[str, Any]) -> list[str]:
+    """What the base model could do on tasks of the training data: the share that passed, and a bar of tasks each."""
+    ignored = f" ({figures['verdict'].replace('_', ' ')}, ignored)" if figures["verdict"] != "signal" else ""
+    lines = [
+        f"baseline: {figures['num_passed']} of {figures['num_rollouts']} rollouts of the base model pass{ignored}, "
+        f"{figures['pass_rate']:.3f} (95 % interval {figures['low']:.3f} to {figures['high']:.3f}); "
+        f"mean reward {figures['reward_mean']:.3f}; {figures['num_tasks']} tasks by how many of theirs pass:"
+    ]
+    most = max(figures["histogram"].values())
+    for name, num in figures["histogram"].items():
+        bar = "█" * -(-num * _BASELINE_WIDTH // most)
+        title = _BASELINE_TITLES.get(name, f"{name.replace('-', '–')} %")
+        lines.append(f"  {title:>8}  {bar}{' ' if bar else ''}{num}")
+    return lines
+
+
+def promotion_lines(run: Run) -> list[str]:
+    """Whether the model was published, where, and why."""
+    published = {stage.name: stage.result for stage in run.current_stages}.get("Publish", {})
+    if not published:
+        return []
+    promotion = published["promotion"]
+    if promotion["is_published"]:
+        return [f"published: {published['location']} ({promotion['rule']}: {promotion['reason']})"]
+    return [
+        f"not published ({promotion['rule']}: {promotion['reason']}); the checkpoint stays, "
+        "and promotion = always publishes any"
+    ]
+
+
 def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
     """What came of a run, in sentences."""
     figures = summary(run, metrics)
@@ -239,6 +274,7 @@ def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
     lines += evaluation_lines(run)
     if figures["checkpoint"]:
         lines.append(f"final checkpoint: {figures['checkpoint']}")
+    lines += promotion_lines(run)
     return lines
 
 

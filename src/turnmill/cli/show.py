@@ -15,7 +15,7 @@ from turnmill.cli.view import PlainConsole, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import list_runs, read_metrics
+from turnmill.wiring.reading import list_runs, read_baseline, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_ROOT = Path(".turnmill")
@@ -87,19 +87,26 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
     """Show one run: its stages, figures, and each parameter with its source."""
     run = find_run(root, run_id)
     metrics = load_metrics(root, run)
+    baseline = run_loop(read_baseline(root, run.run_id))
     if as_json:
         record = msgspec.to_builtins(run)
         record.pop("worker_token_hash")
         latest = metrics[-1].values if metrics else {}
-        click.echo(json.dumps({**record, "summary": render.summary(run, metrics), "latest": latest}))
+        record |= {"summary": render.summary(run, metrics), "latest": latest, "baseline": None}
+        if baseline is not None:
+            record["baseline"] = {**baseline.figures(), "tasks": msgspec.to_builtins(baseline.tasks)}
+        click.echo(json.dumps(record))
         return
     console = PlainConsole()
     console.print(render.live_view(run, metrics))
     if run.error:
         say(console, Text(f"error: {run.error}", style="red"))
+    if baseline is not None:
+        for text in render.baseline_lines(baseline.figures()):
+            say(console, text)
     if metrics:
         console.print(render.curve_table(metrics))
-    for text in render.evaluation_lines(run):
+    for text in [*render.evaluation_lines(run), *render.promotion_lines(run)]:
         say(console, text)
     console.print(render.parameters_table(run))
 

@@ -38,8 +38,9 @@ def up(max_parallel_runs: int, port: int, config_file: Path | None, root: Path, 
     """Watch ROOT/bucket/training-data and train on each .jsonl file that is put there, until Ctrl-C.
 
     Parameters given here hold for all uploads; NAME.config.toml beside NAME.jsonl, put there first, overrides them for
-    that upload. Runs that are stopped or killed go on when the command is started again. The API and /metrics are
-    where ROOT/control.json says, for those who have the token in ROOT/control.token.
+    that upload, and NAME.eval.jsonl, put there first as well, holds its held-out tasks. Runs that are stopped or killed
+    go on when the command is started again. The API and /metrics are where ROOT/control.json says, for those who have
+    the token in ROOT/control.token.
     """
     log_format()  # a bad one is refused before anything is served
     layers = Layers(file=config_file, environ=os.environ, flags=collect_flags(flags))
@@ -89,11 +90,12 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, port: int, 
 @click.argument("file", type=data_file)
 @click.option("--name", metavar="KEY", help="Name in the bucket, with folders if wanted; the file's name by default.")
 @click.option("--config", "sidecar", type=data_file, help="Parameters for this upload alone (.toml).")
+@click.option("--eval-data", "held_out", type=data_file, help="Held-out tasks (.jsonl), played by both models.")
 @root_option
-def upload(file: Path, name: str | None, sidecar: Path | None, root: Path) -> None:
+def upload(file: Path, name: str | None, sidecar: Path | None, held_out: Path | None, root: Path) -> None:
     """Copy FILE into the deployment's bucket, whole or not at all; a run is made of it if `turnmill up` runs or when it
     is started."""
-    target = open_bucket(root).put(file, name or file.name, sidecar=sidecar)
+    target = open_bucket(root).put(file, name or file.name, sidecar=sidecar, held_out=held_out)
     at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
     click.echo(f"uploaded {target}; `turnmill runs{at_root}` shows the run that it becomes")
 

@@ -53,6 +53,12 @@ RULES = (
     Rule(left="max_length", relation="<=", right="micro_batch_tokens", why="a conversation is trained in one pass"),
     Rule(left="min_lr", relation="<=", right="lr", why="the schedule falls from lr to min_lr"),
     Rule(left="warmup_steps", relation="<=", right="max_steps", why="the warm-up is a part of the run"),
+    Rule(
+        left="baseline_rollouts",
+        relation="<=",
+        right="baseline_max_rollouts",
+        why="the baseline goes on from the first to the second",
+    ),
     Rule(left="call_timeout_s", relation="<", right="training_timeout", why="a call is a part of a rollout"),
     Rule(left="training_timeout", relation="<", right="max_runtime_s", why="a rollout is a part of the run"),
     Rule(

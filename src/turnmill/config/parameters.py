@@ -80,8 +80,16 @@ class Config:
     trainer_threads: int = param(0, "threads of the trainer while nothing is being played; 0: all cores", ge=0, le=256)
 
     # Evaluation and limits
+    baseline_rollouts: int = param(64, "conversations of the base model before the first step; 0: none", ge=0, le=65536)
+    baseline_max_rollouts: int = param(384, "and so many where none or all of those pass", ge=0, le=65536)
+    ignore_baseline: bool = param(False, "train even where none or all conversations of the base model pass")
     eval_rollouts: int = param(300, "held-out conversations, rounded up to whole passes", ge=1)
     success_threshold: float = param(1.0, "a rollout passes at this reward")
+    promotion: str = param(
+        "not_worse",
+        "held-out result with which the model is published",
+        choices=("not_worse", "better", "always"),
+    )
     max_runtime_s: float = param(86400.0, "seconds of the whole run", gt=0)
 
     @property

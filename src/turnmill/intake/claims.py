@@ -37,9 +37,15 @@ def claim_key(content_id: str) -> str:
     return f"contents/all/{content_id}"
 
 
-def content_id(*, data: str, config: dict[str, Any], base_weights: str) -> str:
-    """32 hex digits over what decides about the outcome of a run; the configuration names the environment."""
-    return digest_of(data.encode(), json.dumps(config, sort_keys=True).encode(), base_weights.encode())
+def content_id(*, data: str, held_out: str | None = None, config: dict[str, Any], base_weights: str) -> str:
+    """32 hex digits over what decides about the outcome of a run; the configuration names the environment.
+
+    Held-out tasks decide whether its model is published.
+    """
+    parts = [data, json.dumps(config, sort_keys=True), base_weights]
+    if held_out is not None:
+        parts.append(held_out)
+    return digest_of(*(part.encode() for part in parts))
 
 
 def digest_of_weights(folder: Path) -> str:

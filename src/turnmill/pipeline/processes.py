@@ -2,6 +2,7 @@
 
 from turnmill.config import Config
 from turnmill.errors import RoleFailed, StageFailed
+from turnmill.pipeline.baseline import load_baseline, pass_baseline
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.ports import Launcher, RoleSpec, RoleStatus
 from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key, training_key, worker_key
@@ -92,8 +93,12 @@ async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Do
 
 
 async def start_training(ctx: StageContext) -> Handle:
-    """What the run's earlier trainers said of themselves does not count."""
+    """What the run's earlier trainers said of themselves does not count. The trainer waits for the baseline."""
     status = await training_status(ctx)
+    return {"trainer": TRAINER, "after_incarnation": status.incarnation if status else 0}
+
+
+async def _start_trainer(ctx: StageContext) -> None:
     await ctx.launcher.start(
         RoleSpec(
             role="trainer",
@@ -104,7 +109,6 @@ async def start_training(ctx: StageContext) -> Handle:
             final_exit_codes=FINAL_EXIT_CODES,
         )
     )
-    return {"trainer": TRAINER, "after_incarnation": status.incarnation if status else 0}
 
 
 async def training_status(ctx: StageContext) -> TrainingStatus | None:
@@ -113,20 +117,32 @@ async def training_status(ctx: StageContext) -> TrainingStatus | None:
 
 
 async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
-    """Done when the trainer says so; a trainer that ends without saying so is a failure."""
+    """The baseline first. Done when the trainer says so; a trainer that ends without saying so is a failure."""
+    trainer = [role for role in await ctx.launcher.statuses() if role.name == handle["trainer"]]
+    if not trainer:
+        await check_roles(ctx.launcher)
+        if isinstance(gate := await pass_baseline(ctx), Running):
+            return gate
+        await _start_trainer(ctx)
     status = await training_status(ctx)
     if status is not None and status.incarnation <= handle["after_incarnation"]:
         status = None
     if status is not None and status.state == "succeeded":
+        baseline = await load_baseline(ctx)
         return Done(
-            result={"steps": status.step, "checkpoint": status.checkpoint, "version": str(status.version)},
+            result={
+                "steps": status.step,
+                "checkpoint": status.checkpoint,
+                "version": str(status.version),
+                "baseline": baseline.figures() if baseline else None,
+            },
         )
     if status is not None and status.state == "failed":
         raise StageFailed(f"the trainer stopped at step {status.step}: {status.error}")
     if status is not None and status.state == "cancelled":
         raise StageFailed(f"the trainer was told to stop at step {status.step} by somebody else than this pipeline")
     await check_roles(ctx.launcher)
-    for role in await ctx.launcher.statuses():
-        if role.name == handle["trainer"] and role.state == "exited":
+    for role in trainer:
+        if role.state == "exited":
             raise RoleFailed(_death(role))
     return Running(detail=f"step {status.step} of {status.max_steps}" if status else "the trainer is starting")

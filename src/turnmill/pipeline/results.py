@@ -1,10 +1,12 @@
 """The stages that follow training: what was learned is measured."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from turnmill.errors import NotFound
 from turnmill.pipeline.processes import check_roles, training_status
+from turnmill.pipeline.promotion import pair
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.records import RunKind, Version
 
@@ -37,6 +39,10 @@ async def poll_evaluate(ctx: StageContext, handle: Handle) -> Running | Done:
         await ctx.evaluations.start(name, Path(str(ctx.run.eval_path)))
         result = ctx.evaluations.poll(name)
         if result is None:
-            return Running(detail=f"evaluating {name}")
+            return Running(detail=f"evaluating {name}: {ctx.evaluations.progress(name)}")
         results[name] = {**result, "version": version or str(BASE_VERSION)}
+    # Of the single tasks stays what the decision to publish needs: the record of the run holds no long lists.
+    by_task = {name: result.pop("by_task") for name, result in results.items()}
+    if "after" in results:
+        results["after"]["pairs"] = asdict(pair(by_task["before"], by_task["after"]))
     return Done(result=results)

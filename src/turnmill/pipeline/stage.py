@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from turnmill.config import Config
 from turnmill.ports import Launcher, RunPorts
-from turnmill.records import ErrorClass, Run, RunKind
+from turnmill.records import ErrorClass, Purpose, Run, RunKind
 
 Handle = dict[str, Any]
 
@@ -31,12 +31,18 @@ class Done:
 
 
 class Evaluations(Protocol):
-    """Held-out evaluations in the background, by name; starting a name twice does nothing."""
+    """Rollouts that are measured, in the background, by name; starting a name twice does nothing."""
 
-    async def start(self, name: str, path: Path) -> None: ...
+    async def start(self, name: str, path: Path, purpose: Purpose = Purpose.EVAL) -> None:
+        """Evaluate on a file, or (BASELINE) play the baseline on it, which ends by recording it."""
+        ...
 
     def poll(self, name: str) -> dict[str, Any] | None:
         """The result, or None while it runs; raises what the evaluation raised."""
+        ...
+
+    def progress(self, name: str) -> str:
+        """How far it is, for people."""
         ...
 
 
@@ -44,7 +50,8 @@ class Evaluations(Protocol):
 class StageContext:
     """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad.
 
-    `claim` takes the content of an upload, by the digest of its data, and reports on that; it raises `Duplicate`.
+    `claim` takes the content of an upload, by the digests of its data and its held-out tasks, if any, and reports on
+    that; it raises `Duplicate`.
     `check` raises what ended a part of the control process without which no stage can come to its end.
     """
 
@@ -54,7 +61,7 @@ class StageContext:
     launcher: Launcher
     evaluations: Evaluations
     validate: Callable[[Path], Awaitable[dict[str, Any]]]
-    claim: Callable[[str], Awaitable[dict[str, Any]]]
+    claim: Callable[[str, str | None], Awaitable[dict[str, Any]]]
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
     check: Callable[[], None]

@@ -1,9 +1,9 @@
 """The one definition of the pipeline: an ordered table of stages.
 
     ValidateData -> Preflight -> DeployRunInfra -> StartGeneration -> StartRewardWorkers -> SubmitTraining -> Evaluate
-                 -> Teardown
+                 -> Publish -> Teardown
 
-What a stage is says `stage`; what each one does, `checking`, `preparing`, `processes` and `results`.
+What a stage is says `stage`; what each one does, `checking`, `preparing`, `processes`, `results` and `publishing`.
 """
 
 from turnmill.pipeline.checking import poll_validate, start_validate
@@ -16,6 +16,7 @@ from turnmill.pipeline.processes import (
     start_reward_workers,
     start_training,
 )
+from turnmill.pipeline.publishing import poll_publish, start_publish
 from turnmill.pipeline.results import poll_evaluate, start_evaluate
 from turnmill.pipeline.stage import Done, Handle, Running, Stage, StageContext
 from turnmill.records import RunKind
@@ -97,6 +98,15 @@ STAGES: tuple[Stage, ...] = (
         poll=poll_evaluate,
         timeout_s=lambda config: config.max_runtime_s,
         expected_s=120.0,
+    ),
+    Stage(
+        name="Publish",
+        does="Decides by the held-out results; publishes the final checkpoint with its card, for good.",
+        start=start_publish,
+        poll=poll_publish,
+        timeout_s=lambda config: 3600.0,
+        expected_s=30.0,
+        kinds=(RunKind.TRAIN,),
     ),
     Stage(
         name="Teardown",

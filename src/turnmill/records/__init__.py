@@ -17,6 +17,7 @@ from turnmill.records.alerts import (
     Sighting,
     dedup_key,
 )
+from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
 from turnmill.records.calls import Call, GenerateRequest, GenerateResponse, Sampling
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
@@ -26,6 +27,7 @@ from turnmill.records.keys import (
     RUN_PREFIX,
     RUN_RECORD_KINDS,
     alert_key,
+    baseline_key,
     batch_prefix,
     call_key,
     call_prefix,
@@ -33,6 +35,7 @@ from turnmill.records.keys import (
     dead_letter_key,
     delivery_dead_letter_key,
     handed_over_key,
+    latest_model_key,
     replica_key,
     run_key,
     sample_key,
@@ -43,6 +46,7 @@ from turnmill.records.keys import (
     training_key,
     worker_key,
 )
+from turnmill.records.models import LatestModel, ModelFile, Promotion, PublishedModel
 from turnmill.records.outcomes import (
     CheckState,
     DropReason,
@@ -90,6 +94,8 @@ __all__ = [
     "RUN_RECORD_KINDS",
     "Alert",
     "AlertKind",
+    "Baseline",
+    "BaselineVerdict",
     "Batch",
     "BatchState",
     "Call",
@@ -107,10 +113,14 @@ __all__ = [
     "GenerateRequest",
     "GenerateResponse",
     "InvalidReason",
+    "LatestModel",
     "Metric",
+    "ModelFile",
     "PreflightReport",
     "PreflightRequest",
     "Progress",
+    "Promotion",
+    "PublishedModel",
     "Purpose",
     "ReplicaStatus",
     "Reply",
@@ -129,12 +139,14 @@ __all__ = [
     "StageRetry",
     "StopReason",
     "Task",
+    "TaskBaseline",
     "TrainingStatus",
     "Upload",
     "Version",
     "WeightVersion",
     "WorkerStatus",
     "alert_key",
+    "baseline_key",
     "batch_prefix",
     "call_key",
     "call_prefix",
@@ -147,6 +159,7 @@ __all__ = [
     "digest_of",
     "encode",
     "handed_over_key",
+    "latest_model_key",
     "replica_key",
     "run_key",
     "sample_key",

@@ -48,6 +48,15 @@ def batch_prefix(run_id: str) -> str:
     return f"batches/{run_id}/"
 
 
+def baseline_key(run_id: str) -> str:
+    return f"baselines/{run_id}/played"
+
+
+def latest_model_key(env: str, base_model: str) -> str:
+    """Points to the model published last of those that come from one base model and one environment."""
+    return f"models/latest/{segment(env)}.{segment(base_model)}"
+
+
 def training_key(run_id: str) -> str:
     return f"training/{run_id}/status"
 

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,16 +26,16 @@ from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
 from turnmill.errors import Conflict, DataError, InvalidInput, TurnmillError
-from turnmill.evaluation import BackgroundEvaluations, Evaluation, evaluate
+from turnmill.evaluation import BackgroundEvaluations
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RunPorts
-from turnmill.records import Purpose, Run, RunKind, RunStatus
-from turnmill.rollout.scheduler import Scheduler
+from turnmill.records import Run, RunKind, RunStatus
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
+from turnmill.wiring.measuring import play
 from turnmill.wiring.reading import as_seen, began
 from turnmill.wiring.walking import walk_monitored
 
@@ -176,7 +176,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
     """The parts of a control process, for the stages of its run; all are closed in reverse."""
     ports = open_run(root, run.run_id, num_replicas=config.generation_replicas)
     launcher = ProcessLauncher(root)
-    evaluations = BackgroundEvaluations(_player(ports, run, config))
+    evaluations = BackgroundEvaluations(partial(play, ports, run, config))
     sessions = Sessions(ports, run=run, config=config)
     try:
         async with sessions, serve(create_app(sessions)) as port:
@@ -214,11 +214,11 @@ async def _validate(config: Config, path: Path) -> dict[str, Any]:
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
 
 
-async def _claim(ports: RunPorts, run: Run, digest: str) -> dict[str, Any]:
+async def _claim(ports: RunPorts, run: Run, digest: str, held_out: str | None) -> dict[str, Any]:
     """Claim what an upload trains; `earlier` is a run with the same content that came to nothing."""
     folder = assets.model_folder(run.config["base_model"])
     weights = await asyncio.to_thread(digest_of_weights, folder)
-    content = content_id(data=digest, config=run.config, base_weights=weights)
+    content = content_id(data=digest, held_out=held_out, config=run.config, base_weights=weights)
     return {"content_id": content, "earlier": await claim(ports.runs, content, run.run_id)}
 
 
@@ -229,24 +229,3 @@ def _check_tasks(environment: Environment, path: Path) -> None:
             environment.validate(task)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-
-
-def _player(ports: RunPorts, run: Run, config: Config) -> Callable[[str, Path], Coroutine[Any, Any, Evaluation]]:
-    async def play(name: str, path: Path) -> Evaluation:
-        tasks = await asyncio.to_thread(read_tasks, path)
-        scheduler = Scheduler(
-            ports.records, ports.rollout_request, ports.rollout_response, run.run_id, Purpose.EVAL, config
-        )
-        await scheduler.start()
-        try:
-            return await evaluate(
-                tasks,
-                scheduler,
-                name=name,
-                num_rollouts=config.eval_rollouts,
-                threshold=config.success_threshold,
-            )
-        finally:
-            await scheduler.close()
-
-    return play

@@ -165,7 +165,9 @@ class Deployment:
     async def _plan(self, upload: Upload, run_id: str) -> Run:
         """The run of an upload: its content is copied first, so that nothing changes under the run."""
         data = self._root.absolute() / "runs" / run_id / "data" / upload.key.rpartition("/")[2]
+        held_out = data.with_name(f"{data.stem}.eval.jsonl")
         await asyncio.to_thread(self._bucket.fetch, upload, data)
+        has_held_out = await asyncio.to_thread(self._bucket.fetch_held_out, upload, held_out)
         error: ConfigError | None = None
         try:
             resolved = self._layers.resolve(self._bucket.sidecar_of(upload))
@@ -182,6 +184,7 @@ class Deployment:
             config=to_dict(with_absolute_model(resolved.config)),
             sources=resolved.sources,
             data_path=str(data),
+            eval_path=str(held_out) if has_held_out else None,
         )
         self._tell(News(text=f"upload {upload.key}: run {run_id} {run.status}", run=run))
         if error is not None:

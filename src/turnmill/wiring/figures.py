@@ -31,6 +31,7 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     training = stages.get("SubmitTraining")
     train_s = stage_s(run, training) if training else None
     evaluations = stages["Evaluate"].result if "Evaluate" in stages else {}
+    published = stages["Publish"].result if "Publish" in stages else {}
     return {
         "run_id": run.run_id,
         "kind": run.kind.value,
@@ -51,5 +52,10 @@ def summary(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "train_s": None if train_s is None else round(train_s, 1),
         "num_generated": int(sum(m.values.get("num_generated", 0.0) for m in metrics)),
         "checkpoint": training.result.get("checkpoint") if training else None,
+        # Of the base model, before the first step.
+        "baseline": training.result.get("baseline") if training else None,
+        # Folder of the published model; None where there is none (yet), and why.
+        "published": published.get("location"),
+        "promotion": published.get("promotion"),
         "error": run.error,
     }

@@ -18,7 +18,18 @@ from turnmill.backends.embedded import (
 from turnmill.errors import NotFound
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
-from turnmill.records import RUN_PREFIX, Metric, Run, RunStatus, TrainingStatus, decode, run_key, training_key
+from turnmill.records import (
+    RUN_PREFIX,
+    Baseline,
+    Metric,
+    Run,
+    RunStatus,
+    TrainingStatus,
+    baseline_key,
+    decode,
+    run_key,
+    training_key,
+)
 
 FOLLOW_INTERVAL_S = 0.5
 # Reading may take this share of the time, however long a run's history is: control has conversations to serve.
@@ -133,6 +144,16 @@ async def read_metrics(root: Path, run_id: str) -> list[Metric]:
     ports = open_run(root, run_id, num_replicas=0)
     try:
         return await metrics_so_far(ports, run_id)
+    finally:
+        ports.close()
+
+
+async def read_baseline(root: Path, run_id: str) -> Baseline | None:
+    """The baseline that was played last, None where none was."""
+    ports = open_run(root, run_id, num_replicas=0)
+    try:
+        (stored,) = await ports.records.get([baseline_key(run_id)])
+        return decode(stored.value, Baseline) if stored else None
     finally:
         ports.close()
 

@@ -129,3 +129,42 @@ def test_the_curve_table_names_ranges_of_steps_and_single_ones() -> None:
         console.print(render.curve_table([metric(i, 0.5, float(i)) for i in range(1, 4)], rows=2))
     rows = [line.split()[0] for line in capture.get().splitlines() if "0.500" in line]
     assert rows == ["1–2", "3"]
+
+
+def test_the_baseline_is_a_picture_of_tasks_by_their_pass_rate() -> None:
+    figures = {
+        "verdict": "signal",
+        "num_passed": 9,
+        "num_rollouts": 64,
+        "pass_rate": 9 / 64,
+        "low": 0.076,
+        "high": 0.246,
+        "reward_mean": 0.2,
+        "num_tasks": 16,
+        "histogram": {"0": 10, "0-25": 5, "25-50": 0, "50-75": 0, "75-100": 0, "100": 1},
+    }
+    assert render.baseline_lines(figures) == [
+        "baseline: 9 of 64 rollouts of the base model pass, 0.141 (95 % interval 0.076 to 0.246); mean reward 0.200; "
+        "16 tasks by how many of theirs pass:",
+        "      none  ██████████████████████████████ 10",
+        "    0–25 %  ███████████████ 5",
+        "   25–50 %  0",
+        "   50–75 %  0",
+        "  75–100 %  0",
+        "       all  ███ 1",
+    ]
+    assert "pass (too hard, ignored), " in render.baseline_lines({**figures, "verdict": "too_hard"})[0]
+
+
+def test_a_run_says_where_its_model_is_published_or_why_it_is_not() -> None:
+    def lines(**result: object) -> list[str]:
+        stage = StageRecord(name="Publish", state="done", started_at=0.0, ended_at=1.0, result=result)
+        return render.promotion_lines(run(stages=(stage,)))
+
+    promotion = {"rule": "not_worse", "is_published": True, "reason": "better than its base"}
+    assert lines(promotion=promotion, location="/root/bucket/models/r1/1.2") == [
+        "published: /root/bucket/models/r1/1.2 (not_worse: better than its base)"
+    ]
+    (held,) = lines(promotion={**promotion, "is_published": False, "reason": "worse than its base"}, location=None)
+    assert held.startswith("not published (not_worse: worse than its base); the checkpoint stays")
+    assert render.promotion_lines(run()) == []

@@ -65,15 +65,16 @@ async def test_of_many_at_once_one_has_it(records: RecordStore) -> None:
     assert {error.run_id for error in outcomes if isinstance(error, Duplicate)} == {winner}
 
 
-def test_the_content_is_data_configuration_and_weights(tmp_path: Path) -> None:
+def test_the_content_is_data_held_out_tasks_configuration_and_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     weights = digest_of_weights(tmp_path)
     same = content_id(data="d", config={"lr": 1.0, "env": "wordle"}, base_weights=weights)
     assert same == content_id(data="d", config={"env": "wordle", "lr": 1.0}, base_weights=weights)
     (tmp_path / "model.safetensors").write_bytes(b"weightz")
     others = [
+        content_id(data="d", held_out="h", config={"lr": 1.0, "env": "wordle"}, base_weights=weights),
         content_id(data="e", config={"lr": 1.0, "env": "wordle"}, base_weights=weights),
         content_id(data="d", config={"lr": 2.0, "env": "wordle"}, base_weights=weights),
         content_id(data="d", config={"lr": 1.0, "env": "wordle"}, base_weights=digest_of_weights(tmp_path)),
     ]
-    assert len({same, *others}) == 4
+    assert len({same, *others}) == 5

@@ -25,14 +25,14 @@ from turnmill.errors import (
     StageFailed,
     StageTimeout,
 )
-from turnmill.evaluation import BackgroundEvaluations, Evaluation
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.engine import RunRecord, load_run, walk
 from turnmill.pipeline.failures import classify
 from turnmill.pipeline.processes import check_roles, poll_training, start_training
 from turnmill.pipeline.stage import Done, Handle, Retry, Running, Stage, StageContext
 from turnmill.pipeline.stages import STAGES, stages_of
 from turnmill.ports import RecordStore, RoleSpec, Write
-from turnmill.records import ErrorClass, Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
+from turnmill.records import ErrorClass, Purpose, Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
 
 
 def new_run(**changes: Any) -> Run:
@@ -63,10 +63,10 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     async def validate(path: Path) -> dict[str, Any]:
         return {"path": str(path)}
 
-    async def claim(digest: str) -> dict[str, Any]:
+    async def claim(digest: str, held_out: str | None) -> dict[str, Any]:
         return {"content_id": digest}
 
-    async def play(name: str, path: Path) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
     runs = open_root_records(tmp_path)
@@ -354,10 +354,13 @@ def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> 
         "StartRewardWorkers",
         "SubmitTraining",
         "Evaluate",
+        "Publish",
         "Teardown",
     ]
     assert [item.name for item in STAGES if item.always] == ["Teardown"]
-    assert [item.name for item in stages_of(RunKind.EVAL)] == [name for name in names if name != "SubmitTraining"]
+    assert [item.name for item in stages_of(RunKind.EVAL)] == [
+        name for name in names if name not in ("SubmitTraining", "Publish")
+    ]
 
 
 TABLE = """
@@ -368,6 +371,7 @@ StartGeneration    train,eval  timeout   600  expected  60  retries 3: infrastru
 StartRewardWorkers train,eval  timeout   120  expected  10  retries 3: infrastructure
 SubmitTraining     train       timeout 86400  expected 600  retries 3: infrastructure
 Evaluate           train,eval  timeout 86400  expected 120  retries 3: infrastructure
+Publish            train       timeout  3600  expected  30  retries 3: infrastructure
 Teardown           train,eval  timeout   120  expected  20  retries 3: infrastructure
 """
 
@@ -420,7 +424,8 @@ async def test_what_an_earlier_trainer_said_does_not_end_the_training_that_goes_
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o700)
-    ctx = replace(world.ctx, launcher=ProcessLauncher(tmp_path, command=[str(program)]))
+    config = Config(baseline_rollouts=0)
+    ctx = replace(world.ctx, config=config, launcher=ProcessLauncher(tmp_path, command=[str(program)]))
     await say("failed", 1)
     handle = await start_training(ctx)
     assert await poll_training(ctx, handle) == Running(detail="the trainer is starting")

@@ -14,13 +14,13 @@ import pytest
 from turnmill.backends.embedded import ProcessLauncher, open_run
 from turnmill.config import Config
 from turnmill.errors import BackendUnavailable, EnvironmentFailed, InvalidInput, RoleFailed
-from turnmill.evaluation import BackgroundEvaluations, Evaluation
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, shown
 from turnmill.pipeline.preparing import poll_preflight, report_key, start_deploy, start_preflight
 from turnmill.pipeline.stage import Done, StageContext
 from turnmill.pipeline.stages import start_teardown
 from turnmill.ports import Message
-from turnmill.records import PreflightReport, Run, RunKind, RunStatus, decode
+from turnmill.records import PreflightReport, Purpose, Run, RunKind, RunStatus, decode
 
 CHILD = Path(__file__).parent.parent / "wiring" / "preflight_child.py"
 Open = Callable[[str], StageContext]
@@ -36,10 +36,10 @@ async def open_context(tmp_path: Path) -> AsyncIterator[Open]:
     async def report(path: Path) -> dict[str, Any]:
         raise AssertionError("no test here validates")
 
-    async def claim(digest: str) -> dict[str, Any]:
+    async def claim(digest: str, held_out: str | None) -> dict[str, Any]:
         raise AssertionError("no test here claims")
 
-    async def play(name: str, path: Path) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
         raise AssertionError("no test here evaluates")
 
     async with AsyncExitStack() as stack:

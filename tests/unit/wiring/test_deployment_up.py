@@ -148,3 +148,26 @@ def test_a_base_model_that_can_not_be_a_folder_is_refused_like_one_that_is_none(
     order = Order(kind=RunKind.TRAIN, resolved=LAYERS.resolve(sidecar), data=None, eval_data=None)
     with pytest.raises(InvalidInput, match="neither a shipped model"):
         check_order(order)
+
+
+async def test_held_out_tasks_are_copied_with_their_upload_and_nothing_changes_under_the_run(tmp_path: Path) -> None:
+    stop, runs = asyncio.Event(), dict[str, Run]()
+
+    def tell(news: News) -> None:
+        if news.run is not None:
+            runs[str(news.run.upload)] = news.run
+        if len(runs) == 2:
+            stop.set()
+
+    deployment = Deployment(tmp_path, LAYERS, max_parallel_runs=1, tell=tell)
+    deployment.folder.mkdir(parents=True)
+    held_out = deployment.folder / "a.eval.jsonl"
+    held_out.write_text(2 * ROW)
+    for name in ("a", "b"):
+        (deployment.folder / f"{name}.jsonl").write_text(ROW)
+    async with asyncio.timeout(30):
+        await deployment.up(stop, lambda: None)
+    held_out.write_text("something else\n")
+    copy = tmp_path / "runs" / runs["a.jsonl"].run_id / "data" / "a.eval.jsonl"
+    assert runs["a.jsonl"].eval_path == str(copy) and copy.read_text() == 2 * ROW
+    assert runs["b.jsonl"].eval_path is None

@@ -1,6 +1,7 @@
 """The embedded backend: everything in one folder of this machine, in files, SQLite and child processes.
 
     ROOT/bucket/training-data/           what is uploaded
+    ROOT/bucket/models/<run>/<version>/  published models
     ROOT/records/                        the deployment's records
     ROOT/runs/<run>/records/<kind>.db    the run's records
                     queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it.
@@ -26,6 +27,7 @@ from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
 from turnmill.backends.embedded.locks import only_one, wait_until_gone
 from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
+from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.outbox import SqliteOutbox
 from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
@@ -86,6 +88,7 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
         records=records,
         blobs=FolderBlobStore(folder / "blobs"),
         weights=FolderWeightStore(folder / "weights"),
+        models=FolderModelStore(root.absolute() / "bucket" / "models"),
         metrics=JsonlMetricSink(folder / "metrics.jsonl"),
         rollout_request=queues["rollout_request"],
         rollout_response=queues["rollout_response"],

@@ -25,13 +25,15 @@ from typing import BinaryIO
 from watchfiles import awatch
 
 from turnmill.backends.embedded.files import disk, replacing
-from turnmill.errors import Conflict, InvalidInput, printable
+from turnmill.errors import BackendUnavailable, Conflict, InvalidInput, printable
 from turnmill.records import Upload
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".jsonl"
 SIDECAR_SUFFIX = ".config.toml"
+# Held-out tasks of the upload beside them.
+HELD_OUT_SUFFIX = ".eval.jsonl"
 # Where tasks lie within the bucket.
 TRAINING_DATA = "training-data"
 # How long nothing may have changed.
@@ -149,7 +151,10 @@ class FolderBucket:
 
     def sidecar_of(self, upload: Upload) -> Path | None:
         """The file with parameters for this upload alone, if there is one."""
-        path = self.folder / (upload.key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
+        return self._beside(upload, SIDECAR_SUFFIX)
+
+    def _beside(self, upload: Upload, suffix: str) -> Path | None:
+        path = self.folder / (upload.key.removesuffix(SUFFIX) + suffix)
         # Not `path.is_file()`: that raises an error where the suffix makes the name too long.
         return path if os.path.isfile(path) else None
 
@@ -162,17 +167,44 @@ class FolderBucket:
             if {before, _version_of(os.fstat(file.fileno()))} != {upload.version}:
                 raise Conflict(f"{upload.key} was changed while it was taken; its new content is an upload of its own")
 
-    def put(self, source: Path, key: str, *, sidecar: Path | None = None) -> Path:
-        """Upload a file under `key`, whole or not at all, its sidecar first; raises `InvalidInput` or `NotFound`."""
+    def fetch_held_out(self, upload: Upload, target: Path) -> bool:
+        """Copy the upload's held-out tasks; False where there are none.
+
+        Raises `BackendUnavailable` while they are being written: they were to be there before their data.
+        """
+        source = self._beside(upload, HELD_OUT_SUFFIX)
+        if source is None:
+            return False
+        with disk(source), source.open("rb") as file, replacing(target) as copy:
+            before = _version_of(os.fstat(file.fileno()))
+            shutil.copyfileobj(file, copy)
+            if before != _version_of(os.fstat(file.fileno())) or _is_being_written(source):
+                raise BackendUnavailable(f"{source} is being written: it is taken once it is finished")
+        return True
+
+    def put(self, source: Path, key: str, *, sidecar: Path | None = None, held_out: Path | None = None) -> Path:
+        """Upload a file under `key`, whole or not at all, last of all: its sidecar and its held-out tasks come first.
+
+        Raises `InvalidInput` or `NotFound`.
+        """
         if source.is_dir():
             raise InvalidInput(f"{source} is a folder; upload one {SUFFIX} file at a time")
         target = self.folder / key
         _check_key(key, (SUFFIX,))
-        with disk(source), source.open("rb"):
-            pass
-        if sidecar is not None:
-            with disk(sidecar):
-                _place(sidecar, self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX))
+        if key.endswith(HELD_OUT_SUFFIX):
+            data = key.removesuffix(HELD_OUT_SUFFIX) + SUFFIX
+            raise InvalidInput(
+                f"{key!r} is the name of the held-out tasks of {data}: upload them with it (--eval-data)"
+            )
+        beside = [(path, suffix) for path, suffix in ((sidecar, SIDECAR_SUFFIX), (held_out, HELD_OUT_SUFFIX)) if path]
+        # All are there, or nothing is placed.
+        for path in (source, *(path for path, _ in beside)):
+            if path.is_dir():
+                raise InvalidInput(f"{path} is a folder; give a file")
+            with disk(path), path.open("rb"):
+                pass
+        for path, suffix in beside:
+            _place(path, self.folder / (key.removesuffix(SUFFIX) + suffix))
         _place(source, target)
         return target
 
@@ -236,7 +268,7 @@ def _files(folder: Path, unreadable: dict[str, OSError]) -> Iterator[tuple[str, 
         folders[:] = sorted(name for name in folders if not _is_temporary(name))
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for name in sorted([*names, *links]):
-            if _is_temporary(name) or name.endswith(SIDECAR_SUFFIX):
+            if _is_temporary(name) or name.endswith((SIDECAR_SUFFIX, HELD_OUT_SUFFIX)):
                 continue
             path = Path(parent, name)
             try:

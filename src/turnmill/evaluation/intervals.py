@@ -1,0 +1,11 @@
+"""Intervals of shares."""
+
+import math
+
+
+def wilson(share: float, num: int, *, z: float = 1.96) -> tuple[float, float]:
+    """The score interval of a share of `num` trials (Wilson, 1927): honest for few trials and shares near 0 or 1."""
+    centre = share + z**2 / (2 * num)
+    spread = z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    scale = 1 + z**2 / num
+    return (centre - spread) / scale, (centre + spread) / scale

@@ -1,0 +1,59 @@
+"""Rollouts that are measured and never trained: asked for, waited for, and played again where they were invalid."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from turnmill.errors import NoProgress
+from turnmill.records import SampleRecord, Task
+
+
+class RolloutSource(Protocol):
+    """The slice of the scheduler that an evaluation uses."""
+
+    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]: ...
+
+    async def ended(self) -> list[SampleRecord]: ...
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far an evaluation is; it is changed while it goes on."""
+
+    num_wanted: int = 0
+    # Valid ones.
+    num_done: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_done} of {self.num_wanted}"
+
+
+async def play(
+    wanted: Sequence[Task], rollouts: RolloutSource, *, name: str, progress: Progress
+) -> tuple[list[SampleRecord], int]:
+    """One valid rollout for each of `wanted`, as they ended, and how many were invalid and played again.
+
+    Raises `NoProgress` once more are invalid than were asked for.
+    """
+    progress.num_wanted += len(wanted)
+    by_id = {task.id: task for task in wanted}
+    missing = set(await rollouts.request([(task, f"{name}/{task.id}") for task in wanted]))
+    valid: list[SampleRecord] = []
+    num_invalid = 0
+    while missing:
+        for sample in await rollouts.ended():
+            if sample.sample_id not in missing:
+                continue
+            missing.discard(sample.sample_id)
+            if sample.is_valid:
+                valid.append(sample)
+                progress.num_done += 1
+                continue
+            num_invalid += 1
+            if num_invalid > len(wanted):
+                raise NoProgress(
+                    f"evaluation {name}: {num_invalid} rollouts were invalid, the last one {sample.key}: "
+                    f"{sample.reason}: {sample.detail}"
+                )
+            missing.update(await rollouts.request([(by_id[sample.task_id], f"{name}/{sample.task_id}")]))
+    return valid, num_invalid

@@ -1,0 +1,172 @@
+"""What is said about a published model, for programs (`lineage.json`) and for people (`README.md`).
+
+run record, metrics, evaluations, decision -> lineage -> card
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import turnmill
+from turnmill.records import Metric, PublishedModel, Run
+
+LINEAGE = "lineage.json"
+CARD = "README.md"
+# Rows of the reward table.
+_ROWS = 10
+
+
+def lineage_of(run: Run, model: PublishedModel, metrics: Sequence[Metric]) -> dict[str, Any]:
+    """Everything that led to this model, as JSON."""
+    results = {stage.name: stage.result for stage in run.current_stages if stage.state == "done"}
+    data = results["ValidateData"]["data"]
+    training = results["SubmitTraining"]
+    return {
+        "model": {
+            "run_id": model.run_id,
+            "version": str(model.version),
+            "fingerprint": model.digest,
+            "published_at": datetime.fromtimestamp(model.published_at, UTC).isoformat(timespec="seconds"),
+            "turnmill": turnmill.__version__,
+        },
+        "run": {
+            "cause": run.cause,
+            "upload": run.upload,
+            "earlier_run": data.get("earlier"),
+            "content_id": data.get("content_id"),
+            "num_attempts": run.attempt,
+            "created_at": datetime.fromtimestamp(run.created_at, UTC).isoformat(timespec="seconds"),
+        },
+        "base_model": model.base_model,
+        "environment": {"id": model.env, "args": run.config.get("env_args", {})},
+        "data": {name: _file(report) for name, report in results["ValidateData"].items()},
+        "parameters": {
+            name: {"value": value, "source": run.sources.get(name, "default")} for name, value in run.config.items()
+        },
+        "training": {
+            "steps": training["steps"],
+            "rewards": [
+                [metric.step, metric.values["reward_mean"]] for metric in metrics if "reward_mean" in metric.values
+            ],
+        },
+        "baseline": training["baseline"],
+        "evaluations": results.get("Evaluate", {}),
+        "promotion": {
+            "rule": model.promotion.rule,
+            "reason": model.promotion.reason,
+            "difference": model.promotion.difference,
+            "low": model.promotion.low,
+            "high": model.promotion.high,
+        },
+    }
+
+
+def _file(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": report["path"].rpartition("/")[2], "rows": report["rows"], "sha256": report["digest"]}
+
+
+# ---------------------------------------------------------------- the card
+
+
+def card_of(lineage: Mapping[str, Any]) -> str:
+    """The model card, with the head that the Hugging Face hub reads."""
+    model, run = lineage["model"], lineage["run"]
+    sections = [
+        _head(lineage),
+        f"# {model['run_id']}/{model['version']}",
+        f"`{lineage['base_model']}` trained with multi-turn reinforcement learning (GRPO) in the environment "
+        f"`{lineage['environment']['id']}`, for {lineage['training']['steps']} optimizer steps.",
+        "## Results",
+        _results(lineage),
+        "## Training",
+        _training(lineage),
+        "## Data",
+        _table(
+            ("", "file", "rows", "SHA-256"),
+            [(name, file["name"], file["rows"], file["sha256"]) for name, file in lineage["data"].items()],
+        ),
+        "## Lineage",
+        _table(
+            ("what", "which"),
+            [
+                ("run", model["run_id"]),
+                ("attempts", run["num_attempts"]),
+                ("cause", run["cause"]),
+                ("upload", run["upload"] or "none: begun by hand"),
+                ("earlier run with the same content", run["earlier_run"] or "none"),
+                ("weights version", model["version"]),
+                ("weights fingerprint", model["fingerprint"]),
+                ("environment", f"{lineage['environment']['id']} {json.dumps(lineage['environment']['args'])}"),
+                ("published", model["published_at"]),
+                ("turnmill", model["turnmill"]),
+            ],
+        ),
+        "## Parameters",
+        _table(
+            ("parameter", "value", "source"),
+            [(name, json.dumps(item["value"]), item["source"]) for name, item in lineage["parameters"].items()],
+        ),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _head(lineage: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {json.dumps(lineage['base_model'])}",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [reinforcement-learning, grpo, turnmill]",
+            "---",
+        ]
+    )
+
+
+def _results(lineage: Mapping[str, Any]) -> str:
+    baseline, evaluations = lineage["baseline"], lineage["evaluations"]
+    rows = []
+    if baseline is not None:
+        rows.append(("baseline, tasks of the training data", *_share(baseline, "pass_rate", "", "num_rollouts")))
+    for name, title in (("before", "held-out, before training"), ("after", "held-out, after training")):
+        if name in evaluations:
+            rows.append((title, *_share(evaluations[name], "solved", "solved_", "num_valid")))
+    table = _table(("what", "solved", "95 % interval", "mean reward", "rollouts", "tasks"), rows)
+    promotion = lineage["promotion"]
+    return (
+        f"{table}\n\nPublished by the rule `{promotion['rule']}`: {promotion['reason']}."
+        if rows
+        else (f"Nothing was measured. Published by the rule `{promotion['rule']}`: {promotion['reason']}.")
+    )
+
+
+def _share(figures: Mapping[str, Any], share: str, prefix: str, num: str) -> tuple[object, ...]:
+    low, high = figures[f"{prefix}low"], figures[f"{prefix}high"]
+    return (
+        f"{figures[share]:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        f"{figures['reward_mean']:.3f}",
+        figures[num],
+        figures["num_tasks"],
+    )
+
+
+def _training(lineage: Mapping[str, Any]) -> str:
+    rewards = lineage["training"]["rewards"]
+    size = max(1, -(-len(rewards) // _ROWS))
+    rows = []
+    for start in range(0, len(rewards), size):
+        part = rewards[start : start + size]
+        steps = str(part[0][0]) if len(part) == 1 else f"{part[0][0]}–{part[-1][0]}"
+        rows.append((steps, f"{sum(reward for _, reward in part) / len(part):.3f}"))
+    return _table(("steps", "mean reward of all valid rollouts"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())

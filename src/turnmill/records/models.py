@@ -1,0 +1,74 @@
+"""Published models: what was decided about them, what they consist of, and which one is the latest."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from turnmill.records.keys import latest_model_key
+from turnmill.records.training import Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """Whether a trained model is published, by what it did on held-out tasks before and after training."""
+
+    # The parameter `promotion`.
+    rule: str
+    is_published: bool
+    # For people.
+    reason: str
+    # Share solved after training less that before, with its 95 % interval; None without held-out tasks.
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    # Rollouts of each side.
+    num_pairs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """One file of a published model."""
+
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """One version of a run's model; its content never changes."""
+
+    run_id: str
+    version: Version
+    # `weights.fingerprint` of its tensors.
+    digest: str
+    env: str
+    base_model: str
+    published_at: float
+    promotion: Promotion
+    # By path within the model, without the manifest that holds this record.
+    files: dict[str, ModelFile]
+
+    @property
+    def name(self) -> str:
+        """Where it lies below the deployment's models."""
+        return f"{self.run_id}/{self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestModel:
+    """The model published last of those that come from one base model and one environment."""
+
+    env: str
+    base_model: str
+    run_id: str
+    version: Version
+    digest: str
+    published_at: float
+
+    @property
+    def key(self) -> str:
+        return latest_model_key(self.env, self.base_model)
+
+    @classmethod
+    def of(cls, model: PublishedModel) -> "LatestModel":
+        values: dict[str, Any] = {name: getattr(model, name) for name in cls.__dataclass_fields__}
+        return cls(**values)

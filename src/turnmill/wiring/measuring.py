@@ -1,0 +1,48 @@
+"""How a control process plays what is measured and never trained: held-out evaluations, and the baseline."""
+
+import asyncio
+from pathlib import Path
+
+from turnmill import failpoints
+from turnmill.config import Config
+from turnmill.errors import Conflict
+from turnmill.evaluation import Evaluation, Progress, evaluate, measure_baseline
+from turnmill.intake.dataset import read_tasks
+from turnmill.ports import RunPorts, Write
+from turnmill.records import Baseline, Purpose, Run, encode
+from turnmill.rollout.scheduler import Scheduler
+
+
+async def play(
+    ports: RunPorts, run: Run, config: Config, name: str, path: Path, purpose: Purpose, progress: Progress
+) -> Evaluation | Baseline:
+    """Evaluate on the tasks of a file, or play the baseline on them and record what came of it."""
+    tasks = await asyncio.to_thread(read_tasks, path)
+    scheduler = Scheduler(ports.records, ports.rollout_request, ports.rollout_response, run.run_id, purpose, config)
+    await scheduler.start()
+    try:
+        if purpose is Purpose.BASELINE:
+            baseline = await measure_baseline(tasks, scheduler, run=run, config=config, progress=progress)
+            failpoints.hit("baseline-played")
+            await _record(ports, baseline)
+            failpoints.hit("baseline-recorded")
+            return baseline
+        return await evaluate(
+            tasks,
+            scheduler,
+            name=name,
+            num_rollouts=config.eval_rollouts,
+            threshold=config.success_threshold,
+            progress=progress,
+        )
+    finally:
+        await scheduler.close()
+
+
+async def _record(ports: RunPorts, baseline: Baseline) -> None:
+    """In place of one that stopped an earlier attempt; raises `Conflict` if somebody else records one now."""
+    (stored,) = await ports.records.get([baseline.key])
+    write = Write(key=baseline.key, value=encode(baseline), expected=stored.version if stored else 0)
+    (is_applied,) = await ports.records.write([write])
+    if not is_applied:
+        raise Conflict(f"the baseline of run {baseline.run_id} was recorded by another process")
