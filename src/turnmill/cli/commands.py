@@ -4,12 +4,15 @@ import click
 
 from turnmill import __version__
 from turnmill.cli.alerts import alerts
+from turnmill.cli.chat import chat
+from turnmill.cli.cleanup import cleanup
 from turnmill.cli.data import data
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
+from turnmill.cli.serve import serve
 from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
@@ -20,5 +23,8 @@ def turnmill() -> None:
     """Multi-turn reinforcement learning for LLM agents, driven by events."""
 
 
-for command in (demo, up, upload, run, cancel, resume, evaluate, runs, status, watch, logs, queues, alerts, data, role):
+for command in (
+    *(demo, up, upload, run, cancel, resume, evaluate, serve, chat),
+    *(runs, status, watch, logs, queues, alerts, cleanup, data, role),
+):
     turnmill.add_command(command)

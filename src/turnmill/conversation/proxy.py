@@ -133,7 +133,7 @@ class App:
             if known:
                 raise _http(405, "method_not_allowed", f"{method} is not served here")
             raise _http(404, "not_found", "no such route")
-        return await route(scope, receive, b"" if method == "GET" else await _body(scope, receive))
+        return await route(scope, receive, b"" if method == "GET" else await read_body(receive))
 
     # ------------------------------------------------------------ routes
 
@@ -145,12 +145,12 @@ class App:
                 key = value.decode("latin-1")
             elif name == b"x-stainless-retry-count":
                 is_retry = value.strip() not in (b"", b"0")
-        request = self.sessions.parse(secret, await _body(scope, receive))
+        request = self.sessions.parse(secret, await read_body(receive))
         answer = await self.sessions.chat(secret, request, key=key or request.request_id, is_retry=is_retry)
         return _completion(answer, request.model)
 
     async def _lease(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
-        self.sessions.check_worker(_bearer(scope))
+        self.sessions.check_worker(bearer_of(scope))
         raw = parse_object(body)
         worker = _field(raw, "worker", str)
         most = _field(raw, "max_rollouts", int)
@@ -161,18 +161,18 @@ class App:
             raise InvalidRequest(f"max_rollouts must be between 1 and {MAX_ROLLOUTS}", param="max_rollouts")
         if not 0 <= wait_s <= MAX_WAIT_S:
             raise InvalidRequest(f"wait_s must be between 0 and {MAX_WAIT_S:g}", param="wait_s")
-        leases = await self.sessions.lease(worker, most, wait_s, gone=partial(_disconnect, receive))
+        leases = await self.sessions.lease(worker, most, wait_s, gone=partial(until_disconnect, receive))
         return encode({"rollouts": [_lease_body(lease, self.sessions.base_url) for lease in leases]})
 
     async def _heartbeat(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
-        self.sessions.check_worker(_bearer(scope))
+        self.sessions.check_worker(bearer_of(scope))
         tokens = _field(parse_object(body), "lease_tokens", list)
         if len(tokens) > MAX_ROLLOUTS or not all(isinstance(token, str) for token in tokens):
             raise InvalidRequest(f"lease_tokens must be at most {MAX_ROLLOUTS} texts", param="lease_tokens")
         return encode({"lost": await self.sessions.heartbeat(tokens)})
 
     async def _report(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
-        await self.sessions.report(_bearer(scope), parse_report(body))
+        await self.sessions.report(bearer_of(scope), parse_report(body))
         return b'{"status":"recorded"}'
 
     async def _health(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
@@ -188,7 +188,7 @@ def _http(status: int, code: str, message: str) -> HttpError:
     return HttpError(status=status, type="invalid_request_error", code=code, message=message)
 
 
-async def _body(scope: Scope, receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     """The whole body; raises `HttpError` 413 as soon as it is known to be too large."""
     chunks: list[bytes] = []
     size = 0
@@ -205,13 +205,14 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
         chunks.append(chunk)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
     """Returns when the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _bearer(scope: Scope) -> str:
+def bearer_of(scope: Scope) -> str:
+    """The token that a client shows; raises `Unauthorized` where it shows none."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, token = value.decode("latin-1").partition(" ")
@@ -267,10 +268,7 @@ async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
 
     On leaving, calls and lease requests that wait are sent away with 503 before the server closes.
     """
-    async with listening(app, host=host, port=port, name="proxy") as bound:
+    async with listening(app, host=host, port=port, name="proxy", stop=app.sessions.stop) as bound:
         if not app.sessions.base_url:
             app.sessions.base_url = f"http://{host}:{bound}"
-        try:
-            yield bound
-        finally:
-            app.sessions.stop()
+        yield bound

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -19,10 +19,19 @@ IDLE_S = 75
 
 
 @asynccontextmanager
-async def listening(app: Application, *, host: str, port: int, name: str) -> AsyncIterator[int]:
+async def listening(
+    app: Application,
+    *,
+    host: str,
+    port: int,
+    name: str,
+    stop: Callable[[], None] | None = None,
+    grace_s: int = GRACE_S,
+) -> AsyncIterator[int]:
     """Serve on the running loop; yields the port (chosen by the system for 0).
 
-    Raises `OSError` for an address that can't be had.
+    On leaving, `stop` is called, and what is being answered then has `grace_s` to end. Raises `OSError` for an address
+    that can't be had.
     """
     listener = socket.create_server((host, port), backlog=2048)
     listener.setblocking(False)
@@ -38,7 +47,7 @@ async def listening(app: Application, *, host: str, port: int, name: str) -> Asy
         server_header=False,
         date_header=False,
         timeout_keep_alive=IDLE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=grace_s,
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]), name=f"{name}-server")
@@ -51,6 +60,8 @@ async def listening(app: Application, *, host: str, port: int, name: str) -> Asy
     try:
         yield bound
     finally:
+        if stop is not None:
+            stop()
         server.should_exit = True
         server.stopped.set()
         await running

@@ -102,3 +102,15 @@ class Engine(Protocol):
     def fingerprint(self) -> str:
         """`weights.fingerprint` of the parameters, computed from the memory that samples."""
         ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine whose calls can be watched while they run, and ended early."""
+
+    def sampled(self, call_id: str, start: int) -> list[int]:
+        """The tokens of a running call from the one of index `start` on; none for a call that does not run."""
+        ...
+
+    def cancel(self, call_id: str) -> None:
+        """End a running call without a result; nothing happens to one that does not run."""
+        ...

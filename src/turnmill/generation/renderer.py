@@ -72,6 +72,16 @@ class Renderer:
         ids = self._ids("continuation", new_messages, tools)
         return list(ids[1:] if ended else ids)
 
+    def plain(self, text: str) -> list[int]:
+        """The tokens of a text that is no conversation; control tokens that it spells are control tokens."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def token_of(self, token_id: int) -> str:
+        """One token by itself, as it is printed."""
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens without special ones."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -24,6 +24,7 @@ from turnmill.records.keys import (
     ALERT_PREFIX,
     DELIVERY_DEAD_LETTER_PREFIX,
     HANDED_OVER_PREFIX,
+    LATEST_MODEL_PREFIX,
     RUN_PREFIX,
     RUN_RECORD_KINDS,
     alert_key,
@@ -82,12 +83,13 @@ from turnmill.records.training import (
     WeightVersion,
     WorkerStatus,
 )
-from turnmill.records.uploads import Cause, Upload, cause_prefix
+from turnmill.records.uploads import Cause, Upload, cause_key, cause_prefix
 
 __all__ = [
     "ALERT_PREFIX",
     "DELIVERY_DEAD_LETTER_PREFIX",
     "HANDED_OVER_PREFIX",
+    "LATEST_MODEL_PREFIX",
     "PROTOCOL_VERSION",
     "REWARD_RANGE",
     "RUN_PREFIX",
@@ -151,6 +153,7 @@ __all__ = [
     "call_key",
     "call_prefix",
     "cancel_key",
+    "cause_key",
     "cause_prefix",
     "dead_letter_key",
     "decode",

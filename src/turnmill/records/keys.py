@@ -52,9 +52,12 @@ def baseline_key(run_id: str) -> str:
     return f"baselines/{run_id}/played"
 
 
+LATEST_MODEL_PREFIX = "models/latest/"
+
+
 def latest_model_key(env: str, base_model: str) -> str:
     """Points to the model published last of those that come from one base model and one environment."""
-    return f"models/latest/{segment(env)}.{segment(base_model)}"
+    return f"{LATEST_MODEL_PREFIX}{segment(env)}.{segment(base_model)}"
 
 
 def training_key(run_id: str) -> str:

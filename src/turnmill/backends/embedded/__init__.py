@@ -21,10 +21,10 @@ from pathlib import Path
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.counts import count, count_samples
-from turnmill.backends.embedded.files import process_lives
+from turnmill.backends.embedded.files import disk, process_lives, remove_abandoned
 from turnmill.backends.embedded.infra import FolderRunInfra
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
-from turnmill.backends.embedded.locks import only_one, wait_until_gone
+from turnmill.backends.embedded.locks import holder_of, only_one, take_all, wait_until_gone
 from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.models import FolderModelStore
@@ -34,6 +34,7 @@ from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SCHEMA as RECORDS_SCHEMA
 from turnmill.backends.embedded.records import SqliteRecordStore, kind_of, scan
 from turnmill.backends.embedded.restarts import count_restarts
+from turnmill.backends.embedded.run_processes import RunProcess, end, process_of, processes_of
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
@@ -43,6 +44,10 @@ from turnmill.records import Metric, Purpose, SampleState
 __all__ = [
     "FolderBucket",
     "ProcessLauncher",
+    "RunProcess",
+    "disk",
+    "end",
+    "holder_of",
     "log_tail",
     "look_at_metrics",
     "look_at_queues",
@@ -55,6 +60,10 @@ __all__ = [
     "open_root_records",
     "open_run",
     "process_lives",
+    "process_of",
+    "processes_of",
+    "remove_abandoned",
+    "take_all",
     "wait_until_gone",
 ]
 

@@ -158,6 +158,17 @@ class FolderBucket:
         # Not `path.is_file()`: that raises an error where the suffix makes the name too long.
         return path if os.path.isfile(path) else None
 
+    def paths_of(self, key: str, cause: str) -> list[Path]:
+        """The sidecar and the file of an upload, as long as the file is the one that was the cause."""
+        path = self.folder / key
+        try:
+            version = _version_of(path.lstat())
+        except OSError:
+            return []
+        sidecar = self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
+        is_same = f"{self.name}/{key}@{version}" == cause
+        return [*([sidecar] if os.path.isfile(sidecar) else []), path] if is_same else []
+
     def fetch(self, upload: Upload, target: Path) -> None:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
         source = self.folder / upload.key

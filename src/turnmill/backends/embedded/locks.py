@@ -59,9 +59,8 @@ def only_one(path: Path, what: str) -> Iterator[None]:
 
 async def wait_until_gone(root: Path, run_id: str, patience_s: float) -> None:
     """Return when no role process of the run is left; raises `BackendUnavailable` naming the one that stays."""
-    end = time.monotonic() + patience_s
-    for path in sorted(lock_path(root, run_id, "").parent.glob(f"*{_SUFFIX}")):
-        os.close(await take_lock(path, end - time.monotonic()))
+    for fd in await take_all(root, run_id, patience_s):
+        os.close(fd)
 
 
 async def _wait(fd: int, name: str, patience_s: float) -> None:
@@ -76,3 +75,37 @@ async def _wait(fd: int, name: str, patience_s: float) -> None:
                     f"the process {name} that an earlier control process started has not ended yet; try again later"
                 ) from None
         await asyncio.sleep(_INTERVAL_S)
+
+
+def holder_of(path: Path) -> int | None:
+    """The pid of the process that holds a lock of `only_one`; None where nobody does."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        return int(text) if text.isdecimal() else None
+    else:
+        return None
+    finally:
+        os.close(fd)
+
+
+async def take_all(root: Path, run_id: str, patience_s: float) -> list[int]:
+    """Hold the locks of all roles that the run ever had: none of them is started again until they are closed.
+
+    Raises `BackendUnavailable` naming the process that does not end.
+    """
+    end = time.monotonic() + patience_s
+    held: list[int] = []
+    try:
+        for path in sorted(lock_path(root, run_id, "").parent.glob(f"*{_SUFFIX}")):
+            held.append(await take_lock(path, end - time.monotonic()))
+    except BaseException:
+        for fd in held:
+            os.close(fd)
+        raise
+    return held

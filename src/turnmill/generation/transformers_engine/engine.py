@@ -37,7 +37,7 @@ _WASTED_TOKENS = 256
 
 
 class TransformersEngine:
-    """`Engine` on one process's CPU."""
+    """`StreamingEngine` on one process's CPU."""
 
     def __init__(
         self, folder: Path, *, num_slots: int = 64, max_length: int = 16384, dtype: torch.dtype = torch.float32
@@ -134,6 +134,26 @@ class TransformersEngine:
             self._drop_name(self._slot_of_key.get(prefix_key))
             self._slot_of_key[prefix_key] = slot
             self._key_of_slot[slot] = prefix_key
+
+    def sampled(self, call_id: str, start: int) -> list[int]:
+        slot = self._slot_of_running(call_id)
+        ids: list[int] = [] if slot is None else self._out_ids_sw[slot, start : int(self._count_s[slot])].tolist()
+        return ids
+
+    def cancel(self, call_id: str) -> None:
+        slot = self._slot_of_running(call_id)
+        if slot is None:
+            return
+        del self._calls[slot]
+        del self._generators[slot]
+        self._running_s[slot] = False
+        if self._to_prefill.pop(slot, None) is not None:
+            # It holds a part of its beginning only.
+            self._openings.drop(slot)
+        self._idle[slot] = None
+
+    def _slot_of_running(self, call_id: str) -> int | None:
+        return next((slot for slot, call in self._calls.items() if call.call_id == call_id), None)
 
     def _check(self, call: EngineCall, feed: Ints, start: int) -> None:
         if not len(call.new_ids) or call.max_new_tokens < 1:
