@@ -174,6 +174,8 @@ class QueueCounts:
 class DeadLetter:
     """A message that was received too often."""
 
+    # Opaque; no other message of the queue ever has it.
+    letter_id: str
     body: bytes
     group: str
     num_receives: int
@@ -191,8 +193,12 @@ class QueueAdmin(Protocol):
 
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]: ...
 
-    async def redrive(self) -> int:
-        """Move the dead letters back, their counts at zero; how many."""
+    async def redrive(self, letter_ids: Sequence[str] | None = None) -> int:
+        """Move the dead letters of these ids, or all, back, their counts at zero; how many were there."""
+        ...
+
+    async def discard(self, letter_ids: Sequence[str]) -> int:
+        """Remove the dead letters of these ids for good; how many were there."""
         ...
 
 

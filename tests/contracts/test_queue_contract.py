@@ -161,6 +161,30 @@ async def test_redriven_dead_letters_are_delivered_again_from_zero(open_queue: C
     assert await queue.redrive() == 0
 
 
+async def test_single_dead_letters_are_redriven_or_discarded_and_their_ids_never_come_again(
+    open_queue: Callable[..., Queue],
+) -> None:
+    queue = open_queue(max_receives=1)
+
+    async def bury(*names: str) -> list[str]:
+        await queue.send([message(name) for name in names])
+        for _ in range(2):
+            await queue.release([item.receipt for item in await take(queue, 10)])
+        return [letter.letter_id for letter in await queue.dead_letters()]
+
+    first, second, third = await bury("a", "b", "c")
+    assert await queue.redrive([second, "unknown"]) == 1
+    assert await queue.discard([third, ""]) == 1
+    assert [letter.letter_id for letter in await queue.dead_letters()] == [first]
+    [again] = await take(queue)
+    assert (again.body, again.num_receives) == (b"b", 1)
+    assert await queue.redrive([second, third]) == await queue.discard([second]) == 0
+    await queue.ack([again.receipt])
+    assert await queue.redrive([]) == 0
+    ids = await bury("d")
+    assert len(ids) == 2 and ids[0] == first and ids[1] not in (second, third)
+
+
 async def test_counts_tell_available_in_flight_delayed_and_dead(
     open_queue: Callable[..., Queue], hands: list[float]
 ) -> None:

@@ -7,9 +7,11 @@ from turnmill.cli.alerts import alerts
 from turnmill.cli.chat import chat
 from turnmill.cli.cleanup import cleanup
 from turnmill.cli.data import data
+from turnmill.cli.dlq import dlq
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
+from turnmill.cli.retry import retry
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.serve import serve
@@ -24,7 +26,7 @@ def turnmill() -> None:
 
 
 for command in (
-    *(demo, up, upload, run, cancel, resume, evaluate, serve, chat),
-    *(runs, status, watch, logs, queues, alerts, cleanup, data, role),
+    *(demo, up, upload, run, cancel, resume, retry, evaluate, serve, chat),
+    *(runs, status, watch, logs, queues, alerts, dlq, cleanup, data, role),
 ):
     turnmill.add_command(command)

@@ -90,6 +90,12 @@ def _detail(metric: Metric) -> str:
     )
 
 
+def lineage_lines(run: Run) -> list[str]:
+    """What a run has to do with others."""
+    lines = [f"retry of run {run.retry_of}"] if run.retry_of else []
+    return [*lines, f"retried as run {run.retried_as}"] if run.retried_as else lines
+
+
 def stages_text(run: Run) -> Text:
     """The stages of a run with how long each took."""
     text = Text()

@@ -133,7 +133,7 @@ def resume(run_id: str, from_step: int | None, root: Path, as_json: bool) -> Non
     It goes on after its last recorded step, with the weights of that step bit for bit.
     """
     find_run(root, run_id)
-    _in_foreground(
+    in_foreground(
         root,
         lambda cancel, created: resume_run(root, run_id, from_step=from_step, cancel=cancel, created=created),
         as_json,
@@ -150,10 +150,11 @@ Walk = Callable[[asyncio.Event, Callable[[Run], None]], Awaitable[tuple[Run, Tur
 def _start(root: Path, order: Order, as_json: bool) -> None:
     check_order(order)
     _check_root(root)
-    _in_foreground(root, lambda cancel, created: execute(root, order, cancel=cancel, created=created), as_json)
+    in_foreground(root, lambda cancel, created: execute(root, order, cancel=cancel, created=created), as_json)
 
 
-def _in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
+def in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
+    """Walk a run to its end and show it; raises what went wrong."""
     console = PlainConsole(stderr=as_json)
     log_format()  # a bad one is refused before there is a run, and so is a turnmill.toml
     load_deployment(root, os.environ)

@@ -99,6 +99,8 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
         return
     console = PlainConsole()
     console.print(render.live_view(run, metrics))
+    for text in render.lineage_lines(run):
+        say(console, text)
     if run.error:
         say(console, Text(f"error: {run.error}", style="red"))
     if baseline is not None:

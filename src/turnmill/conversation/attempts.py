@@ -184,10 +184,11 @@ class Attempt:
     def load(self, calls: Iterable[Call]) -> None:
         """Take note of the recorded calls of the sample.
 
-        Those of earlier attempts are for replay. A restored attempt has consumed its own calls and what they continue;
-        whatever else it may have replayed counts once a request goes on from it.
+        Those of earlier attempts are for replay, except before a redrive, which begins anew. A restored attempt has
+        consumed its own calls and what they continue; whatever else it may have replayed counts once a request goes on
+        from it.
         """
-        calls = in_order(calls)
+        calls = in_order(call for call in calls if call.attempt > self.sample.redriven_after)
         if self.is_restored:
             for call in calls:
                 self._restore(call)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from turnmill import __version__
 from turnmill.conversation.branches import in_order
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Message, RecordStore, Stored, Write
@@ -121,6 +122,7 @@ def dead_sample(sample: SampleRecord) -> Write:
         detail=sample.detail or "",
         dead_at=time.time(),
         request=sample.request,
+        code_version=__version__,
     )
     return Write(key=letter.key, value=encode(letter), expected=0)
 

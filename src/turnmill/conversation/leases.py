@@ -188,8 +188,8 @@ class Leases:
             if sample.state in (SampleState.REPORTED, SampleState.INVALID):
                 decided.ended.append(sample)
             decided.done.append(message.receipt)
-        elif sample.attempt >= self._config.max_attempts:
-            detail = f"{sample.attempt} attempts were leased and none was reported: workers died or stopped answering"
+        elif (num_attempts := sample.attempt - sample.redriven_after) >= self._config.max_attempts:
+            detail = f"{num_attempts} attempts were leased and none was reported: workers died or stopped answering"
             ended = failed_by_infra(sample, detail)
             decided.changes.append(_Change(sample=ended, version=stored.version, receipt=message.receipt, lease=None))
         else:

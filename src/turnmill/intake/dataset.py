@@ -12,6 +12,7 @@ import stat
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -88,9 +89,13 @@ class Report:
         return "\n".join(lines)
 
 
-def validate(path: Path, *, max_problems: int = 100) -> Report:
-    """Check the file; never raises for what is wrong with it, missing files included."""
-    return _Scan(path, max_problems).run(take=None)
+def validate(path: Path, *, max_problems: int = 100, play: Callable[[Task], None] | None = None) -> Report:
+    """Check the file; never raises for what is wrong with it, missing files included.
+
+    `play` raises `DataError` for a task that the environment can't play.
+    """
+    scan = _Scan(path, max_problems)
+    return scan.run(take=None if play is None else partial(scan.try_row, play))
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -244,6 +249,13 @@ class _Scan:
 
     def _add_file_problem(self, rule: str, message: str, *, line: int | None = None) -> None:
         self._add(Problem(line=line, column=None, field=None, rule=rule, message=message))
+
+    def try_row(self, play: Callable[[Task], None], row: Row) -> None:
+        """Ask about a good row; what is said against it is a problem of its line."""
+        try:
+            play(row.task)
+        except DataError as error:
+            self._add(Problem(line=row.line, column=None, field=None, rule="environment", message=str(error)))
 
     def _check_place(self) -> bool:
         """Whether the file is worth opening."""

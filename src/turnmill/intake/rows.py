@@ -53,6 +53,7 @@ RULES = {
     "tool_call": 'tool_calls is a list of {"id", "type": "function", "function": {"name", "arguments"}}',
     "duplicate_id": "ids are unique in the file",
     "all_or_none": "answer, task, info: if one row has it, all rows have it",
+    "environment": "the run's environment can play each row",
 }
 
 

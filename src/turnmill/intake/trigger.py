@@ -11,9 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from turnmill import __version__
 from turnmill.errors import Conflict, NotFound
 from turnmill.ports import RecordStore, Write
-from turnmill.records import Cause, Run, Upload, decode, encode, run_key
+from turnmill.records import Cause, DeadTrigger, Run, Upload, decode, digest_of, encode, run_key
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,14 @@ class Intake:
         except (Conflict, NotFound) as error:
             # Its content is not there any more, and will not come back under this version.
             logger.warning("ignored upload %s: %s", upload.key, error)
+            letter = DeadTrigger(
+                name=digest_of(upload.cause.encode()),
+                upload=upload,
+                error=str(error),
+                dead_at=time.time(),
+                code_version=__version__,
+            )
+            await self._runs.write([Write(key=letter.key, value=encode(letter), expected=0)])
             given_up = replace(cause, run_id=None, ignored=str(error))
             await self._runs.write([Write(key=cause.key, value=encode(given_up), expected=None)])
             return Taken(upload=upload, run_id=None, is_new=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnmill.config import Config
+from turnmill.errors import InvalidInput
 from turnmill.ports import Launcher, RunPorts
 from turnmill.records import ErrorClass, Purpose, Run, RunKind
 
@@ -50,6 +51,8 @@ class Evaluations(Protocol):
 class StageContext:
     """What stages act on. `validate` reports on a data file and raises `DataError` where it is bad.
 
+    `quarantine` takes the upload of a run that can't be trained out of the way, and returns the error that says so with
+    the place where it lies; it does nothing for a run that was begun by hand.
     `claim` takes the content of an upload, by the digests of its data and its held-out tasks, if any, and reports on
     that; it raises `Duplicate`.
     `check` raises what ended a part of the control process without which no stage can come to its end.
@@ -61,7 +64,10 @@ class StageContext:
     launcher: Launcher
     evaluations: Evaluations
     validate: Callable[[Path], Awaitable[dict[str, Any]]]
+    quarantine: Callable[[InvalidInput], Awaitable[InvalidInput]]
     claim: Callable[[str, str | None], Awaitable[dict[str, Any]]]
+    # Gives up what was redriven and did not end in time; when no process of the run is left.
+    give_up_redriven: Callable[[], Awaitable[int]]
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
     check: Callable[[], None]

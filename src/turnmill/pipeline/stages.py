@@ -31,7 +31,8 @@ async def start_teardown(ctx: StageContext) -> Handle:
     """
     stopped = [role.name for role in await ctx.launcher.statuses()]
     await ctx.launcher.close()
-    return {"stopped": stopped, "removed_messages": await ctx.ports.infra.retire()}
+    given_up = await ctx.give_up_redriven()
+    return {"stopped": stopped, "given_up": given_up, "removed_messages": await ctx.ports.infra.retire()}
 
 
 async def poll_teardown(ctx: StageContext, handle: Handle) -> Running | Done:
@@ -118,6 +119,10 @@ STAGES: tuple[Stage, ...] = (
         always=True,
     ),
 )
+
+
+# Nothing is started before the first one is done, and nothing is left when the last one is.
+FIRST_STAGE, LAST_STAGE = STAGES[0].name, STAGES[-1].name
 
 
 def stages_of(kind: RunKind) -> tuple[Stage, ...]:

@@ -25,8 +25,10 @@ from turnmill.records.keys import (
     DELIVERY_DEAD_LETTER_PREFIX,
     HANDED_OVER_PREFIX,
     LATEST_MODEL_PREFIX,
+    QUEUED_PREFIX,
     RUN_PREFIX,
     RUN_RECORD_KINDS,
+    TRIGGER_DEAD_LETTER_PREFIX,
     alert_key,
     baseline_key,
     batch_prefix,
@@ -37,7 +39,11 @@ from turnmill.records.keys import (
     delivery_dead_letter_key,
     handed_over_key,
     latest_model_key,
+    queued_key,
+    redriven_key,
+    redriven_prefix,
     replica_key,
+    retry_key,
     run_key,
     sample_key,
     sample_prefix,
@@ -45,6 +51,7 @@ from turnmill.records.keys import (
     segment,
     sighting_key,
     training_key,
+    trigger_dead_letter_key,
     worker_key,
 )
 from turnmill.records.models import LatestModel, ModelFile, Promotion, PublishedModel
@@ -83,7 +90,7 @@ from turnmill.records.training import (
     WeightVersion,
     WorkerStatus,
 )
-from turnmill.records.uploads import Cause, Upload, cause_key, cause_prefix
+from turnmill.records.uploads import Cause, DeadTrigger, RetryClaim, Upload, cause_key, cause_prefix
 
 __all__ = [
     "ALERT_PREFIX",
@@ -91,9 +98,11 @@ __all__ = [
     "HANDED_OVER_PREFIX",
     "LATEST_MODEL_PREFIX",
     "PROTOCOL_VERSION",
+    "QUEUED_PREFIX",
     "REWARD_RANGE",
     "RUN_PREFIX",
     "RUN_RECORD_KINDS",
+    "TRIGGER_DEAD_LETTER_PREFIX",
     "Alert",
     "AlertKind",
     "Baseline",
@@ -106,6 +115,7 @@ __all__ = [
     "CheckState",
     "DeadDelivery",
     "DeadSample",
+    "DeadTrigger",
     "Delivery",
     "DeliveryAction",
     "DeliveryState",
@@ -126,6 +136,7 @@ __all__ = [
     "Purpose",
     "ReplicaStatus",
     "Reply",
+    "RetryClaim",
     "RolloutRequest",
     "RolloutResponse",
     "RolloutResult",
@@ -163,7 +174,11 @@ __all__ = [
     "encode",
     "handed_over_key",
     "latest_model_key",
+    "queued_key",
+    "redriven_key",
+    "redriven_prefix",
     "replica_key",
+    "retry_key",
     "run_key",
     "sample_key",
     "sample_prefix",
@@ -171,5 +186,6 @@ __all__ = [
     "segment",
     "sighting_key",
     "training_key",
+    "trigger_dead_letter_key",
     "worker_key",
 ]

@@ -10,7 +10,17 @@ def segment(text: str) -> str:
 
 RUN_PREFIX = "runs/all/"
 # First segments of the keys of a run's own records.
-RUN_RECORD_KINDS = ("batches", "calls", "dead_letters", "replicas", "samples", "secrets", "training", "workers")
+RUN_RECORD_KINDS = (
+    "batches",
+    "calls",
+    "dead_letters",
+    "redriven",
+    "replicas",
+    "samples",
+    "secrets",
+    "training",
+    "workers",
+)
 
 
 def run_key(run_id: str) -> str:
@@ -20,6 +30,18 @@ def run_key(run_id: str) -> str:
 def cancel_key(run_id: str) -> str:
     """There while somebody wants the run cancelled."""
     return f"cancels/all/{run_id}"
+
+
+QUEUED_PREFIX = "queued/all/"
+
+
+def queued_key(run_id: str) -> str:
+    """There until the process that has the deployment has heard of a run that another one queued."""
+    return f"{QUEUED_PREFIX}{run_id}"
+
+
+def retry_key(run_id: str) -> str:
+    return f"retries/all/{run_id}"
 
 
 def sample_prefix(run_id: str, purpose: Purpose) -> str:
@@ -78,6 +100,7 @@ def dead_letter_key(run_id: str, name: str) -> str:
 
 ALERT_PREFIX = "alerts/all/"
 DELIVERY_DEAD_LETTER_PREFIX = "dead_letters/alerts/"
+TRIGGER_DEAD_LETTER_PREFIX = "dead_letters/triggers/"
 
 
 # Alerts with deliveries that another process than the one that delivers has recorded or asked for.
@@ -99,3 +122,16 @@ def sighting_key(dedup_key: str) -> str:
 
 def delivery_dead_letter_key(alert_id: str, channel: str, action: str) -> str:
     return f"{DELIVERY_DEAD_LETTER_PREFIX}{alert_id}.{channel}.{action}"
+
+
+def redriven_prefix(run_id: str) -> str:
+    return f"redriven/{run_id}/"
+
+
+def redriven_key(run_id: str, sample_key: str) -> str:
+    """Points to a sample that was redriven."""
+    return f"{redriven_prefix(run_id)}{segment(sample_key)}"
+
+
+def trigger_dead_letter_key(name: str) -> str:
+    return f"{TRIGGER_DEAD_LETTER_PREFIX}{name}"

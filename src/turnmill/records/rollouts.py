@@ -105,6 +105,9 @@ class SampleRecord:
     deadline: float
     # 1 for the first lease; 0 before.
     attempt: int = 0
+    # The last attempt before the sample was redriven; what it and those before it said is not replayed, and they count
+    # no more against `max_attempts`. 0: never redriven.
+    redriven_after: int = 0
     # SHA-256 hex of the attempt's secrets; None before the first lease.
     chat_secret_hash: str | None = None
     report_secret_hash: str | None = None
@@ -160,6 +163,8 @@ class DeadSample:
     detail: str
     dead_at: float
     request: RolloutRequest
+    # Of the process that gave it up.
+    code_version: str = ""
 
     @property
     def key(self) -> str:

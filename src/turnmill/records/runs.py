@@ -53,6 +53,13 @@ class Run:
     data_path: str | None
     # Key of the upload that it is made of; None for one that was begun by hand, which nobody else goes on with.
     upload: str | None = None
+    # The version of it that was taken; None for a run that does an earlier one again.
+    upload_version: str | None = None
+    # Why the upload can't be trained, found before anything was begun: its sidecar is wrong.
+    refused: str | None = None
+    # The run that this one does again from its beginning, and the last run that does this one again.
+    retry_of: str | None = None
+    retried_as: str | None = None
     # The run with the same content, for a duplicate.
     duplicate_of: str | None = None
     eval_path: str | None = None

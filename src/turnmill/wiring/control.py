@@ -25,18 +25,21 @@ from turnmill.config.values import suggest
 from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
-from turnmill.errors import Conflict, DataError, InvalidInput, TurnmillError
+from turnmill.errors import ConfigError, Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
+from turnmill.intake.reports import RefusedData
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
-from turnmill.ports import RunPorts
+from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.measuring import play
+from turnmill.wiring.quarantine import is_sidecars, quarantine
 from turnmill.wiring.reading import as_seen, began
+from turnmill.wiring.redriving import give_up_redriven
 from turnmill.wiring.walking import walk_monitored
 
 
@@ -48,6 +51,15 @@ class Order:
     resolved: Resolved
     data: Path | None
     eval_data: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which run it is that begins, and what made it."""
+
+    run_id: str
+    cause: str
+    retry_of: str | None = None
 
 
 def new_run_id(now: float | None = None) -> str:
@@ -98,17 +110,25 @@ def with_absolute_model(config: Config) -> Config:
 
 
 async def execute(
-    root: Path, order: Order, *, cancel: asyncio.Event, created: Callable[[Run], None]
+    root: Path,
+    order: Order,
+    *,
+    cancel: asyncio.Event,
+    created: Callable[[Run], None],
+    origin: Origin | None = None,
 ) -> tuple[Run, TurnmillError | None]:
     """Run `order` to its end in this process (control and proxy) and its children (worker, replicas, trainer).
 
-    Returns the final run record and what went wrong. `created` is told the run as soon as it exists.
+    Returns the final run record and what went wrong. `created` is told the run as soon as it exists. Without an
+    `origin` the run is a cause of its own; raises `Conflict` if there is a run of that id already.
     """
     token = new_token()
+    origin = origin or Origin(run_id=new_run_id(), cause=f"cli/{secrets.token_hex(8)}")
     config = with_absolute_model(order.resolved.config)
     run = Run(
-        run_id=new_run_id(),
-        cause=f"cli/{secrets.token_hex(8)}",
+        run_id=origin.run_id,
+        cause=origin.cause,
+        retry_of=origin.retry_of,
         status=RunStatus.ACTIVE,
         created_at=time.time(),
         kind=order.kind,
@@ -145,8 +165,7 @@ async def begin(
             raise Conflict(f"run {run_id} does not wait to be begun: it is {status}")
         run, config = record.run, from_dict(record.run.config)
         try:
-            resolved = Resolved(config=config, sources=run.sources)
-            check_order(Order(kind=run.kind, resolved=resolved, data=None, eval_data=None))
+            await _check_queued(root, runs, run, config)
         except InvalidInput as error:
             await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
             return record.run, error
@@ -159,6 +178,19 @@ async def begin(
                 return await walk_monitored(root, ctx, record, why, alarms)
     finally:
         runs.close()
+
+
+async def _check_queued(root: Path, runs: RecordStore, run: Run, config: Config) -> None:
+    """Raise `InvalidInput` for a run that can't be begun; an upload that brought wrong parameters is held then."""
+    if run.refused is not None:
+        raise await quarantine(root, runs, run, ConfigError(run.refused))
+    try:
+        resolved = Resolved(config=config, sources=run.sources)
+        check_order(Order(kind=run.kind, resolved=resolved, data=None, eval_data=None))
+    except InvalidInput as error:
+        if any(is_sidecars(run, name) for name in ("base_model", "env", "env_args")):
+            raise await quarantine(root, runs, run, ConfigError(str(error))) from error
+        raise
 
 
 def new_token() -> str:
@@ -195,6 +227,8 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     launcher=launcher,
                     evaluations=evaluations,
                     validate=partial(_validate, config),
+                    quarantine=partial(quarantine, root, ports.runs, run),
+                    give_up_redriven=partial(give_up_redriven, ports.records, run.run_id),
                     claim=partial(_claim, ports, run),
                     worker_env=worker_env,
                     check=sessions.check,
@@ -207,10 +241,10 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
 
 
 async def _validate(config: Config, path: Path) -> dict[str, Any]:
-    report = await asyncio.to_thread(validate, path)
+    environment = await asyncio.to_thread(load, config.env, config.env_args)
+    report = await asyncio.to_thread(validate, path, play=environment.validate)
     if not report.ok:
-        raise DataError(report.summary())
-    await asyncio.to_thread(_check_tasks, load(config.env, config.env_args), path)
+        raise RefusedData(report)
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
 
 

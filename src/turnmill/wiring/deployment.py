@@ -4,6 +4,7 @@
 
 Tasks:
     uploads: consumes the bucket's uploads; waits for events; unblocked by one or by `stop`; produces queued runs.
+    queued: consumes the word of runs that another process queued; waits for a second; unblocked by the clock or `stop`.
     runs: consumes queued runs, and those that an earlier control process left; waits for a run or for a slot;
         unblocked by either or by `stop`; produces one task a run.
 Nothing is remembered here: what was going on when the process was killed is found in the records by the next one.
@@ -24,7 +25,9 @@ from turnmill.config import Resolved, to_dict
 from turnmill.errors import BackendUnavailable, Cancelled, ConfigError, Conflict, TurnmillError
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
-from turnmill.records import Alert, Run, RunStatus, Upload
+from turnmill.pipeline.stages import FIRST_STAGE
+from turnmill.ports import Write
+from turnmill.records import QUEUED_PREFIX, Alert, Run, RunStatus, Upload
 from turnmill.telemetry import also_logged, log_as_run
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
 from turnmill.wiring.checks import checks_of_deployment
@@ -36,6 +39,8 @@ from turnmill.wiring.variables import log_format
 
 logger = logging.getLogger(__name__)
 
+# How often it is looked for runs that another process queued.
+_HEAR_S = 1.0
 # How long a run waits that could not be begun because something is busy.
 _AGAIN_S = 5.0
 
@@ -108,6 +113,7 @@ class Deployment:
             tasks = {
                 asyncio.create_task(self._take_uploads(stop), name="uploads"),
                 asyncio.create_task(self._run_waiting(stop), name="runs"),
+                asyncio.create_task(self._hear_of_queued(stop), name="queued"),
             }
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -168,28 +174,37 @@ class Deployment:
         held_out = data.with_name(f"{data.stem}.eval.jsonl")
         await asyncio.to_thread(self._bucket.fetch, upload, data)
         has_held_out = await asyncio.to_thread(self._bucket.fetch_held_out, upload, held_out)
-        error: ConfigError | None = None
-        try:
-            resolved = self._layers.resolve(self._bucket.sidecar_of(upload))
-        except ConfigError as found:
-            error, resolved = found, self._base
+        failed, refused, resolved = self._resolved(self._bucket.sidecar_of(upload))
         run = Run(
             run_id=run_id,
             cause=upload.cause,
             upload=upload.key,
-            status=RunStatus.FAILED if error else RunStatus.QUEUED,
+            upload_version=upload.version,
+            status=RunStatus.FAILED if failed else RunStatus.QUEUED,
             created_at=time.time(),
-            ended_at=time.time() if error else None,
-            error=str(error) if error else None,
+            ended_at=time.time() if failed else None,
+            error=failed,
+            refused=refused,
             config=to_dict(with_absolute_model(resolved.config)),
             sources=resolved.sources,
             data_path=str(data),
             eval_path=str(held_out) if has_held_out else None,
         )
         self._tell(News(text=f"upload {upload.key}: run {run_id} {run.status}", run=run))
-        if error is not None:
+        if failed:
             await self._alarm(await asyncio.to_thread(run_failed, self._root, run))
         return run
+
+    def _resolved(self, sidecar: Path | None) -> tuple[str | None, str | None, Resolved]:
+        """(what is wrong with the deployment's own parameters, with those of the upload, the parameters to record)."""
+        try:
+            return None, None, self._layers.resolve(sidecar)
+        except ConfigError as error:
+            try:
+                return None, str(error), self._layers.resolve(None)
+            except ConfigError as of_all:
+                # No fault of the upload, which stays where it is: `turnmill retry` does it again.
+                return str(of_all), None, self._base
 
     # ------------------------------------------------------------ runs
 
@@ -199,7 +214,9 @@ class Deployment:
             while not stop.is_set():
                 self._changed.clear()
                 for run in await self._waiting():
-                    if len(self._active) < self._max_parallel_runs and run.run_id not in self._active:
+                    # One that is refused starts nothing: its uploader need not wait for a slot to hear of it.
+                    has_slot = len(self._active) < self._max_parallel_runs or run.refused is not None
+                    if has_slot and run.run_id not in self._active:
                         self._active[run.run_id] = asyncio.create_task(self._run(run, stop), name=f"run {run.run_id}")
                 changed = asyncio.create_task(self._changed.wait(), name="runs changed")
                 await asyncio.wait({stopped, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,6 +224,22 @@ class Deployment:
         finally:
             stopped.cancel()
             await asyncio.gather(*self._active.values())
+
+    async def _hear_of_queued(self, stop: asyncio.Event) -> None:
+        """Runs that another process queued: a retry, for instance."""
+        runs = open_root_records(self._root)
+        try:
+            while not stop.is_set():
+                try:
+                    queued = await runs.scan(QUEUED_PREFIX)
+                    if queued:
+                        await runs.write([Write(key=item.key, value=None, expected=item.version) for item in queued])
+                        self._changed.set()
+                except BackendUnavailable as error:
+                    logger.warning("runs that others queued can't be looked for now: %s", error)
+                await _pause(stop, _HEAR_S)
+        finally:
+            runs.close()
 
     async def _waiting(self) -> list[Run]:
         """Runs made of uploads that wait for their turn, or whose control process is gone, oldest first."""
@@ -246,7 +279,8 @@ class Deployment:
 
     async def _walk(self, run: Run, stop: asyncio.Event) -> tuple[Run, TurnmillError | None]:
         later = RunStatus.QUEUED
-        if not run.stages:
+        # Nothing of it was started before its data was found valid.
+        if not any(stage.name == FIRST_STAGE and stage.state == "done" for stage in run.stages):
             return await begin(self._root, run.run_id, cancel=stop, when_cancelled=later, alarms=self._alarms)
         return await resume(
             self._root,

@@ -93,7 +93,7 @@ def check_run(run: Run, from_step: int | None) -> None:
             f"run {run.run_id} has succeeded: nothing is left to do; --from STEP goes on from an earlier step and "
             "gives up the later ones"
         )
-    _check_data(run)
+    check_data(run)
     check_order(
         Order(
             kind=run.kind,
@@ -104,8 +104,8 @@ def check_run(run: Run, from_step: int | None) -> None:
     )
 
 
-def _check_data(run: Run) -> None:
-    """The files are those that were validated; a run whose files were never found valid may have new ones."""
+def check_data(run: Run) -> None:
+    """Raise `InvalidInput` unless the files are those that were validated; those never found valid may be new ones."""
     reports = [stage.result for stage in run.stages if stage.name == "ValidateData" and stage.state == "done"]
     for report in reports[-1].values() if reports else ():
         path = Path(report["path"])

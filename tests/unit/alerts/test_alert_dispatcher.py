@@ -151,6 +151,19 @@ async def test_after_the_last_attempt_the_delivery_is_a_dead_letter_that_can_be_
     assert (await feed.get(alert.alert_id)).deliveries[0].state is DeliveryState.DELIVERED
 
 
+async def test_a_delivery_that_another_process_put_back_is_taken_up_by_the_dispatcher_that_runs(feed: Feed) -> None:
+    with receiver() as there:
+        there.answers = [Said(status=410)]
+        async with dispatching(feed, hook(there.url)) as dispatcher:
+            alert = await dispatcher.raise_alert(failed())
+            assert await dispatcher.drain(20)
+            [letter] = await feed.dead_letters()
+            await feed.redrive(letter)
+            await asyncio.to_thread(there.wait_for, 2)
+        assert await feed.dead_letters() == []
+    assert (await feed.get(alert.alert_id)).deliveries[0].state is DeliveryState.DELIVERED
+
+
 @pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 410])
 async def test_a_final_refusal_is_not_repeated(feed: Feed, status: int) -> None:
     with receiver(lambda _: Said(status=status)) as there:

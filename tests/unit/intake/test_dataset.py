@@ -504,7 +504,8 @@ def test_every_rule_has_a_meaning_and_every_meaning_is_reached() -> None:
     tested = {bad[3] for bad in BAD_ROWS}
     of_files = {"missing_file", "not_a_file", "unreadable", "file_name", "empty_file", "encoding", "line_too_long"}
     of_all_rows = {"truncated", "duplicate_id", "all_or_none"}
-    assert tested | of_files | of_all_rows == set(RULES)
+    of_runs = {"environment"}
+    assert tested | of_files | of_all_rows | of_runs == set(RULES)
 
 
 def test_distinct_values_are_counted_up_to_a_limit(tmp_path: Path) -> None:

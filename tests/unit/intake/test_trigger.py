@@ -12,7 +12,17 @@ from turnmill.backends.embedded import open_root_records
 from turnmill.errors import BackendUnavailable, Conflict
 from turnmill.intake.trigger import Intake
 from turnmill.ports import RecordStore, Write
-from turnmill.records import RUN_PREFIX, Cause, Run, RunStatus, Upload, decode, encode
+from turnmill.records import (
+    RUN_PREFIX,
+    TRIGGER_DEAD_LETTER_PREFIX,
+    Cause,
+    DeadTrigger,
+    Run,
+    RunStatus,
+    Upload,
+    decode,
+    encode,
+)
 
 
 def upload_of(key: str, version: str = "1", ignored: str | None = None) -> Upload:
@@ -106,5 +116,8 @@ async def test_content_that_is_gone_makes_no_run_and_what_can_not_be_read_now_is
         await intake.take(upload_of("a.jsonl"))
     assert (await intake.take(upload_of("b.jsonl"))).run_id is None
     assert (await intake.take(upload_of("b.jsonl"))).is_new is False
+    (stored,) = await records.scan(TRIGGER_DEAD_LETTER_PREFIX)
+    letter = decode(stored.value, DeadTrigger)
+    assert (letter.upload, letter.error, letter.place) == (upload_of("b.jsonl"), "changed while it was taken", None)
     assert (await intake.take(upload_of("a.jsonl"))).is_new is True
     assert [run.upload for run in await runs_of(records)] == ["a.jsonl"]

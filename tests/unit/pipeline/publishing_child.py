@@ -11,6 +11,7 @@ from typing import Any
 
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config, to_dict
+from turnmill.errors import InvalidInput
 from turnmill.pipeline.engine import RunRecord, load_run
 from turnmill.pipeline.publishing import poll_publish, start_publish
 from turnmill.pipeline.stage import Done, StageContext
@@ -38,6 +39,14 @@ BASELINE = {
     "high": 0.228,
     "reward_mean": 0.125,
 }
+
+
+async def unused_quarantine(error: InvalidInput) -> InvalidInput:
+    return error
+
+
+async def nothing_redriven() -> int:
+    return 0
 
 
 def evaluation(solved: float, **more: Any) -> dict[str, Any]:
@@ -136,7 +145,9 @@ async def opened(root: Path, run_id: str = "r1", config: Config = CONFIG) -> Asy
             launcher=ProcessLauncher(root),
             evaluations=NoEvaluations(),
             validate=_nothing,
+            quarantine=unused_quarantine,
             claim=_nothing,
+            give_up_redriven=nothing_redriven,
             worker_env={},
             check=lambda: None,
         )

@@ -9,11 +9,19 @@ import pytest
 
 from turnmill.backends.embedded import ProcessLauncher, open_run
 from turnmill.config import Config
-from turnmill.errors import NoProgress, StageFailed
+from turnmill.errors import InvalidInput, NoProgress, StageFailed
 from turnmill.pipeline.baseline import explain, pass_baseline, unseen_bound
 from turnmill.pipeline.stage import Running, StageContext
 from turnmill.ports import Write
 from turnmill.records import Baseline, BaselineVerdict, Batch, Purpose, Run, RunStatus, TaskBaseline, encode
+
+
+async def unused_quarantine(error: InvalidInput) -> InvalidInput:
+    return error
+
+
+async def nothing_redriven() -> int:
+    return 0
 
 
 def baseline(verdict: BaselineVerdict = BaselineVerdict.SIGNAL, **changes: Any) -> Baseline:
@@ -89,7 +97,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         launcher=ProcessLauncher(tmp_path),
         evaluations=played,
         validate=nothing,
+        quarantine=unused_quarantine,
         claim=nothing,
+        give_up_redriven=nothing_redriven,
         worker_env={},
         check=lambda: None,
     )

@@ -66,6 +66,12 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     async def claim(digest: str, held_out: str | None) -> dict[str, Any]:
         return {"content_id": digest}
 
+    async def quarantine(error: InvalidInput) -> InvalidInput:
+        return error
+
+    async def give_up_redriven() -> int:
+        return 0
+
     async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
@@ -79,7 +85,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         launcher=ProcessLauncher(tmp_path),
         evaluations=BackgroundEvaluations(play),
         validate=validate,
+        quarantine=quarantine,
         claim=claim,
+        give_up_redriven=give_up_redriven,
         worker_env={},
         check=lambda: None,
     )

@@ -39,6 +39,12 @@ async def open_context(tmp_path: Path) -> AsyncIterator[Open]:
     async def claim(digest: str, held_out: str | None) -> dict[str, Any]:
         raise AssertionError("no test here claims")
 
+    async def quarantine(error: InvalidInput) -> InvalidInput:
+        raise AssertionError("no test here has an upload")
+
+    async def give_up_redriven() -> int:
+        return 0
+
     async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
         raise AssertionError("no test here evaluates")
 
@@ -65,7 +71,9 @@ async def open_context(tmp_path: Path) -> AsyncIterator[Open]:
                 launcher=launcher,
                 evaluations=BackgroundEvaluations(play),
                 validate=report,
+                quarantine=quarantine,
                 claim=claim,
+                give_up_redriven=give_up_redriven,
                 worker_env={},
                 check=lambda: None,
             )

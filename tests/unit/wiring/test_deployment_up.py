@@ -97,7 +97,7 @@ async def test_an_upload_that_can_not_be_copied_now_is_told_once_and_taken_later
 
 
 async def test_stopping_while_the_processes_of_an_earlier_start_end_leaves_the_run_for_the_next(tmp_path: Path) -> None:
-    await record_active(tmp_path, None, StageRecord(name="ValidateData", state="failed", started_at=1.0))
+    await record_active(tmp_path, None, StageRecord(name="ValidateData", state="done", started_at=1.0))
     stop, told = asyncio.Event(), list[str]()
 
     def tell(news: News) -> None:

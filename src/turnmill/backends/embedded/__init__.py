@@ -2,6 +2,7 @@
 
     ROOT/bucket/training-data/           what is uploaded
     ROOT/bucket/models/<run>/<version>/  published models
+                quarantine/<run>/        what of that can't be trained, and why
     ROOT/records/                        the deployment's records
     ROOT/runs/<run>/records/<kind>.db    the run's records
                     queues/<name>.db     one file a queue; <name>.wake/ holds the pipes of those who wait at it.
@@ -21,14 +22,16 @@ from pathlib import Path
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.counts import count, count_samples
-from turnmill.backends.embedded.files import disk, process_lives, remove_abandoned
+from turnmill.backends.embedded.files import disk, process_lives, remove_abandoned, replacing
 from turnmill.backends.embedded.infra import FolderRunInfra
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
+from turnmill.backends.embedded.letters import letters_in
 from turnmill.backends.embedded.locks import holder_of, only_one, take_all, wait_until_gone
 from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.outbox import SqliteOutbox
+from turnmill.backends.embedded.quarantine import Quarantine
 from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SCHEMA as RECORDS_SCHEMA
@@ -38,17 +41,19 @@ from turnmill.backends.embedded.run_processes import RunProcess, end, process_of
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.errors import InvalidInput
-from turnmill.ports import QueueCounts, RunPorts, Stored
+from turnmill.ports import DeadLetter, QueueCounts, RunPorts, Stored
 from turnmill.records import Metric, Purpose, SampleState
 
 __all__ = [
     "FolderBucket",
     "ProcessLauncher",
+    "Quarantine",
     "RunProcess",
     "disk",
     "end",
     "holder_of",
     "log_tail",
+    "look_at_dead_letters",
     "look_at_metrics",
     "look_at_queues",
     "look_at_restarts",
@@ -57,12 +62,14 @@ __all__ = [
     "look_at_samples",
     "only_one",
     "open_bucket",
+    "open_quarantine",
     "open_root_records",
     "open_run",
     "process_lives",
     "process_of",
     "processes_of",
     "remove_abandoned",
+    "replacing",
     "take_all",
     "wait_until_gone",
 ]
@@ -78,6 +85,11 @@ def open_root_records(root: Path) -> SqliteRecordStore:
 def open_bucket(root: Path) -> FolderBucket:
     """Where a deployment's uploads lie."""
     return FolderBucket(root.absolute() / "bucket")
+
+
+def open_quarantine(root: Path) -> Quarantine:
+    """Where uploads lie that can't be trained."""
+    return Quarantine(root.absolute() / "bucket")
 
 
 def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
@@ -114,15 +126,24 @@ def look_at_queues(root: Path, run_id: str, *, num_replicas: int) -> dict[str, Q
 
     Raises `InvalidInput` for a bad run id, `BackendUnavailable` for a file that can't be read.
     """
-    folder = _run_folder(root, run_id)
-    names = ["rollout_request", "rollout_response", *(f"generate_request-{index}" for index in range(num_replicas))]
-    paths = {name: folder / "queues" / f"{name}.db" for name in names}
-    paths["generate_response"] = folder / "records" / "calls.db"
+    paths = _queue_files(_run_folder(root, run_id), num_replicas)
     nothing = QueueCounts(available=0, in_flight=0, delayed=0, dead=0, num_sent=0)
     return {
         name: look(path, "dead", lambda connection: count(connection, time.monotonic())) or nothing
         for name, path in paths.items()
     }
+
+
+def look_at_dead_letters(root: Path, run_id: str, *, num_replicas: int) -> dict[str, list[DeadLetter]]:
+    """The dead letters of each queue of a run by its name, oldest first; as `look_at_queues`, it leaves no trace."""
+    paths = _queue_files(_run_folder(root, run_id), num_replicas)
+    return {name: look(path, "dead", partial(letters_in, limit=-1)) or [] for name, path in paths.items()}
+
+
+def _queue_files(folder: Path, num_replicas: int) -> dict[str, Path]:
+    names = ["rollout_request", "rollout_response", *(f"generate_request-{index}" for index in range(num_replicas))]
+    paths = {name: folder / "queues" / f"{name}.db" for name in names}
+    return {**paths, "generate_response": folder / "records" / "calls.db"}
 
 
 def look_at_root_records(root: Path, prefix: str) -> list[Stored]:

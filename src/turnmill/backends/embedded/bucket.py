@@ -109,7 +109,7 @@ class FolderBucket:
         seen: dict[str, _Seen] = {}
         unreadable: dict[str, OSError] = {}
         for key, path, status in _files(self.folder, unreadable):
-            version = _version_of(status)
+            version = version_of(status)
             known = self._seen.get(key)
             if known is None or known.version != version:
                 known = _Seen(version=version, since=time.monotonic())
@@ -162,7 +162,7 @@ class FolderBucket:
         """The sidecar and the file of an upload, as long as the file is the one that was the cause."""
         path = self.folder / key
         try:
-            version = _version_of(path.lstat())
+            version = version_of(path.lstat())
         except OSError:
             return []
         sidecar = self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
@@ -173,9 +173,9 @@ class FolderBucket:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
         source = self.folder / upload.key
         with disk(source), source.open("rb") as file, replacing(target) as copy:
-            before = _version_of(os.fstat(file.fileno()))
+            before = version_of(os.fstat(file.fileno()))
             shutil.copyfileobj(file, copy)
-            if {before, _version_of(os.fstat(file.fileno()))} != {upload.version}:
+            if {before, version_of(os.fstat(file.fileno()))} != {upload.version}:
                 raise Conflict(f"{upload.key} was changed while it was taken; its new content is an upload of its own")
 
     def fetch_held_out(self, upload: Upload, target: Path) -> bool:
@@ -187,9 +187,9 @@ class FolderBucket:
         if source is None:
             return False
         with disk(source), source.open("rb") as file, replacing(target) as copy:
-            before = _version_of(os.fstat(file.fileno()))
+            before = version_of(os.fstat(file.fileno()))
             shutil.copyfileobj(file, copy)
-            if before != _version_of(os.fstat(file.fileno())) or _is_being_written(source):
+            if before != version_of(os.fstat(file.fileno())) or _is_being_written(source):
                 raise BackendUnavailable(f"{source} is being written: it is taken once it is finished")
         return True
 
@@ -313,7 +313,8 @@ def _is_text(key: str) -> bool:
     return key.isascii() or os.fsencode(key).decode("utf-8", "replace") == key
 
 
-def _version_of(status: os.stat_result) -> str:
+def version_of(status: os.stat_result) -> str:
+    """Another one for other content."""
     return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
 
 

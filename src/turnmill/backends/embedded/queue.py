@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.counts import count
+from turnmill.backends.embedded.letters import exhume, letters_in
 from turnmill.backends.embedded.sqlite import BUSY_S, Database, touch
 from turnmill.backends.embedded.wakeup import Bell, Waiter
 from turnmill.ports import DeadLetter, Leased, Message, QueueCounts
@@ -164,21 +165,19 @@ class SqliteQueue:
         """The oldest `limit`."""
         if not self._db.exists:
             return []
-        rows = await self._db.read(
-            lambda connection: connection.execute(
-                "SELECT body, grp, num_receives, dead_at FROM dead ORDER BY id LIMIT ?", (limit,)
-            ).fetchall()
-        )
-        return [
-            DeadLetter(body=body, group=group, num_receives=num_receives, dead_at=dead_at)
-            for body, group, num_receives, dead_at in rows
-        ]
+        return await self._db.read(partial(letters_in, limit=limit))
 
-    async def redrive(self) -> int:
+    async def redrive(self, letter_ids: Sequence[str] | None = None) -> int:
         """See `ports.QueueAdmin.redrive`: they join the end of their groups, past the deduplication."""
         if not self._db.exists:
             return 0
-        return await self._db.write(self._redrive)
+        return await self._db.write(partial(self._redrive, letter_ids=letter_ids))
+
+    async def discard(self, letter_ids: Sequence[str]) -> int:
+        """See `ports.QueueAdmin.discard`."""
+        if not self._db.exists:
+            return 0
+        return await self._db.write(lambda connection: len(exhume(connection, letter_ids)))
 
     def close(self) -> None:
         """Release file, thread and pipes; idempotent."""
@@ -359,10 +358,10 @@ class SqliteQueue:
             if changed and state == _READY:
                 self._news = True
 
-    def _redrive(self, connection: sqlite3.Connection) -> int:
-        letters = connection.execute("DELETE FROM dead RETURNING id, grp, body").fetchall()
+    def _redrive(self, connection: sqlite3.Connection, *, letter_ids: Sequence[str] | None) -> int:
+        letters = exhume(connection, letter_ids)
         now = int(self._clock() * 1e6)
-        for _, group, body in sorted(letters):
+        for group, body in letters:
             connection.execute(_INSERT, (group, body, now))
         self._news = self._news or bool(letters)
         return len(letters)

@@ -1,0 +1,93 @@
+"""An upload that can't be trained: out of the way with a report on it, and a dead letter that can bring it back.
+
+    the run's error -> report -> quarantine/<run>/ -> DeadTrigger -> the run fails, and its error names the place
+
+Killed in between, the run is begun again and all of this is done again; none of it is there twice.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from turnmill import __version__, failpoints
+from turnmill.backends.embedded import open_bucket, open_quarantine
+from turnmill.errors import ConfigError, DataError, InvalidInput
+from turnmill.intake.dataset import Report, validate
+from turnmill.intake.reports import ENVIRONMENT, MAX_PROBLEMS, SIDECAR, Refusal, RefusedData
+from turnmill.intake.rows import Problem
+from turnmill.ports import RecordStore, Write
+from turnmill.records import DeadTrigger, Run, Upload, encode
+
+logger = logging.getLogger(__name__)
+
+REPORT = "report.md"
+
+
+async def quarantine(root: Path, runs: RecordStore, run: Run, error: InvalidInput) -> InvalidInput:
+    """Hold the upload of a run that `error` says can't be trained; `error` with the place where it lies then.
+
+    Runs that were begun by hand have no upload, and their files stay where they are.
+    """
+    if run.upload is None or run.data_path is None:
+        return error
+    copy = Path(run.data_path)
+    refusal = await asyncio.to_thread(_refusal, run, run.upload, copy, error)
+    upload = Upload(
+        bucket=open_bucket(root).name,
+        key=run.upload,
+        # Of a run that does another one again, the upload was held before.
+        version=run.upload_version or "",
+        num_bytes=refusal.num_bytes,
+    )
+    held = open_quarantine(root)
+    reports = {
+        "report.json": refusal.as_json(),
+        REPORT: refusal.as_text(f"turnmill dlq redrive trigger/{run.run_id} --root {root}"),
+    }
+    place = await asyncio.to_thread(held.hold, run.run_id, upload, copy, reports)
+    letter = DeadTrigger(
+        name=run.run_id,
+        upload=upload,
+        error=str(error),
+        dead_at=time.time(),
+        run_id=run.run_id,
+        digest=refusal.digest,
+        place=place,
+        attempts=run.attempt,
+        code_version=__version__,
+        config=run.config,
+    )
+    await runs.write([Write(key=letter.key, value=encode(letter), expected=0)])
+    failpoints.hit("quarantine-lettered")
+    folder = held.folder_of(place)
+    logger.warning("upload %s is held in %s", run.upload, folder, extra={"at": run.run_id})
+    kind = ConfigError if isinstance(error, ConfigError) else DataError
+    # Behind the first line: long errors are cut at their end.
+    first, _, rest = str(error).partition("\n")
+    return kind("\n".join([first, f"  held in quarantine: {folder} (see its {REPORT})", *([rest] if rest else [])]))
+
+
+def _refusal(run: Run, key: str, copy: Path, error: InvalidInput) -> Refusal:
+    # What is wrong with the data is said as well where the parameters are what was refused.
+    report: Report = error.report if isinstance(error, RefusedData) else validate(copy, max_problems=MAX_PROBLEMS)
+    problems, num_problems = report.problems, report.num_problems
+    if not isinstance(error, RefusedData):
+        rule = SIDECAR if isinstance(error, ConfigError) else ENVIRONMENT
+        problems = (Problem(line=None, column=None, field=None, rule=rule, message=str(error)), *problems)
+        num_problems += 1
+    return Refusal(
+        run_id=run.run_id,
+        key=key,
+        version=run.upload_version or "",
+        digest=report.digest,
+        num_bytes=copy.stat().st_size,
+        num_rows=report.num_rows,
+        problems=problems[:MAX_PROBLEMS],
+        num_problems=num_problems,
+    )
+
+
+def is_sidecars(run: Run, parameter: str) -> bool:
+    """Whether the upload's own sidecar gave the parameter its value."""
+    return run.sources.get(parameter, "").startswith("sidecar ")
