@@ -39,3 +39,27 @@ def test_without_the_variable_no_file_is_looked_at(tmp_path: Path) -> None:
     assert start(None).returncode == 0
     assert start(tmp_path / "missing").returncode == 0
     assert failpoints.hit is failpoints._ignore
+
+
+WAITER = """
+import asyncio
+from turnmill import failpoints
+print("begun", flush=True)
+asyncio.run(failpoints.wait("point"))
+print("passed", flush=True)
+"""
+
+
+def test_who_waits_at_an_armed_point_goes_on_when_it_is_disarmed(tmp_path: Path) -> None:
+    (tmp_path / "point").touch()
+    environment = {**os.environ, failpoints.VARIABLE: str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", WAITER], env=environment, stdout=subprocess.PIPE, text=True) as waiter:
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == "begun\n"
+        assert waiter.poll() is None
+        (tmp_path / "point").unlink()
+        assert waiter.stdout.read() == "passed\n"
+
+
+async def test_without_the_variable_nobody_waits() -> None:
+    await failpoints.wait("point")

@@ -8,6 +8,7 @@ from turnmill.cli.chat import chat
 from turnmill.cli.cleanup import cleanup
 from turnmill.cli.data import data
 from turnmill.cli.dlq import dlq
+from turnmill.cli.doctor import doctor
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
@@ -27,6 +28,6 @@ def turnmill() -> None:
 
 for command in (
     *(demo, up, upload, run, cancel, resume, retry, evaluate, serve, chat),
-    *(runs, status, watch, logs, queues, alerts, dlq, cleanup, data, role),
+    *(runs, status, watch, doctor, logs, queues, alerts, dlq, cleanup, data, role),
 ):
     turnmill.add_command(command)

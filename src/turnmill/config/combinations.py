@@ -16,6 +16,8 @@ class Rule:
     relation: str
     right: str
     why: str
+    # 0 stands for a value that is derived from others, and fits.
+    is_zero_derived: bool = False
 
     def problem(self, values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> str | None:
         """The message naming both keys, values and sources; None if they fit.
@@ -24,6 +26,8 @@ class Rule:
         name the other one.
         """
         left, right = values[self.left], values[self.right]
+        if self.is_zero_derived and 0 in (left, right):
+            return None
         holds = {"<": left < right, "<=": left <= right, "%": left % right == 0}[self.relation]
         if holds:
             return None
@@ -61,6 +65,20 @@ RULES = (
     ),
     Rule(left="call_timeout_s", relation="<", right="training_timeout", why="a call is a part of a rollout"),
     Rule(left="training_timeout", relation="<", right="max_runtime_s", why="a rollout is a part of the run"),
+    Rule(
+        left="training_timeout",
+        relation="<",
+        right="watchdog_s",
+        why="a rollout that may still end is no stall",
+        is_zero_derived=True,
+    ),
+    Rule(
+        left="watchdog_s",
+        relation="<",
+        right="max_runtime_s",
+        why="a stall is to be seen before the stage runs out of time",
+        is_zero_derived=True,
+    ),
     Rule(
         left="audit_mean_tolerance",
         relation="<=",

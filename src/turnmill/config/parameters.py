@@ -37,7 +37,7 @@ class Config:
     # Rollouts
     max_concurrent_rollouts: int = param(40, "rollouts that the worker plays at once", ge=1, le=4096)
     training_timeout: float = param(1800.0, "seconds of one rollout attempt", gt=0)
-    call_timeout_s: float = param(600.0, "seconds of one generation call", gt=0)
+    call_timeout_s: float = param(600.0, "seconds of one generation call", ge=1)
     worker_lease_s: float = param(15.0, "seconds without a heartbeat after which a rollout is leased again", ge=1)
     max_attempts: int = param(3, "leases of one sample before it ends as invalid", ge=1, le=20)
     max_length: int = param(16384, "most tokens of one conversation, prompt included", ge=8, le=1048576)
@@ -91,10 +91,18 @@ class Config:
         choices=("not_worse", "better", "always"),
     )
     max_runtime_s: float = param(86400.0, "seconds of the whole run", gt=0)
+    watchdog_s: float = param(
+        0.0, "seconds without progress after which a run is stalled; 0: training_timeout + call_timeout_s", ge=0
+    )
 
     @property
     def groups_per_batch(self) -> int:
         return self.global_batch_size // self.number_generation
+
+    @property
+    def stall_after_s(self) -> float:
+        """Seconds without progress after which the run is stalled: longer than any rollout may take."""
+        return self.watchdog_s or self.training_timeout + self.call_timeout_s
 
     @property
     def age_tolerance(self) -> int:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from turnmill import failpoints
 from turnmill.environment.base import (
     CONTEXT_LENGTH_EXCEEDED,
     Chat,
@@ -75,6 +76,8 @@ async def play_scored(
     outcome: Outcome | None = None
     error: Exception | None = None
     try:
+        failpoints.hit(f"play-{task.id}")
+        await failpoints.wait("environment-plays")
         outcome = await environment.play(task, chat)
     except Exception as caught:
         error = caught

@@ -19,6 +19,7 @@ from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed
 from turnmill.wiring.cancelling import Cancel
 from turnmill.wiring.checks import checks_of
 from turnmill.wiring.monitor import Monitor, monitored
+from turnmill.wiring.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +33,15 @@ async def walk_monitored(
     that it failed is raised here. Whoever has `alarms` raises that, with those of runs that did not come so far.
     """
     run = record.run
-    async with _alarms_of(root, alarms) as dispatcher:
-        monitor = Monitor(run.run_id, checks_of(root, ctx, record), dispatcher)
+    async with _alarms_of(root, alarms) as dispatcher, watched(root, ctx) as (watched_ctx, stalls):
+        monitor = Monitor(run.run_id, [*checks_of(root, ctx, record), stalls], dispatcher)
         try:
             await monitor.recall(run.created_at)
         except BackendUnavailable as error:
             logger.warning("earlier alerts of run %s can't be read, and stay open: %s", run.run_id, error)
         try:
             async with monitored(monitor, f"monitor {run.run_id}"):
-                return await walk(ctx, stages_of(run.kind), record, cancel.event, when_cancelled=cancel.status)
+                return await walk(watched_ctx, stages_of(run.kind), record, cancel.event, when_cancelled=cancel.status)
         finally:
             await monitor.end(record.run.status)
             if alarms is None and record.run.status is RunStatus.FAILED:

@@ -16,6 +16,7 @@ from turnmill.config import (
     to_dict,
 )
 from turnmill.errors import ConfigError
+from turnmill.pipeline.engine import POLL_INTERVAL_S
 from turnmill.records import decode, encode
 
 
@@ -267,6 +268,16 @@ COMBINATIONS: list[tuple[Mapping[str, Any], str]] = [
         "a rollout is a part of the run; set training_timeout below 900.5 as well",
     ),
     (
+        {"watchdog_s": 1800},
+        "training_timeout = 1800 (default) must be less than watchdog_s = 1800 (--watchdog-s): "
+        "a rollout that may still end is no stall; set training_timeout below 1800 as well",
+    ),
+    (
+        {"watchdog_s": 90000},
+        "watchdog_s = 90000 (--watchdog-s) must be less than max_runtime_s = 86400 (default): "
+        "a stall is to be seen before the stage runs out of time; set max_runtime_s above 90000 as well",
+    ),
+    (
         {"audit_mean_tolerance": 0.01},
         "audit_mean_tolerance = 0.01 (--audit-mean-tolerance) must not exceed audit_max_tolerance = 0.001 (default): "
         "a mean is never larger than the maximum; set audit_max_tolerance to at least 0.01 as well",
@@ -277,6 +288,15 @@ COMBINATIONS: list[tuple[Mapping[str, Any], str]] = [
 @pytest.mark.parametrize(("flags", "message"), COMBINATIONS)
 def test_a_bad_combination_names_both_keys_values_and_sources(flags: Mapping[str, Any], message: str) -> None:
     assert problems_of(**flags) == [message]
+
+
+def test_the_deadlines_of_a_run_are_ordered_whether_or_not_the_watchdog_s_is_set() -> None:
+    """poll < call < rollout < watchdog < stage."""
+    for config in (Config(), load_config(flags={"watchdog_s": "2000"}).config):
+        assert config.call_timeout_s < config.training_timeout < config.stall_after_s < config.max_runtime_s
+    [problem] = problems_of(call_timeout_s="0.5")
+    assert problem.startswith("call_timeout_s = 0.5 (--call-timeout-s): must be a number at least 1")
+    assert POLL_INTERVAL_S < 1
 
 
 def test_a_value_from_the_recipe_counts_as_not_chosen_by_the_user(tmp_path: Path) -> None:

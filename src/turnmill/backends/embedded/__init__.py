@@ -19,6 +19,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from turnmill.backends.embedded.activity import (
+    BatchActivity,
+    CallActivity,
+    QueueActivity,
+    SampleActivity,
+    look_at_batches,
+    look_at_calls,
+    look_at_queue,
+    look_at_recent_samples,
+    look_at_records,
+)
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.counts import count, count_samples
@@ -31,6 +42,7 @@ from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.outbox import SqliteOutbox
+from turnmill.backends.embedded.processes import ProcessInfo, process_info, role_processes
 from turnmill.backends.embedded.quarantine import Quarantine
 from turnmill.backends.embedded.queue import SCHEMA as QUEUE_SCHEMA
 from turnmill.backends.embedded.queue import SqliteQueue
@@ -39,23 +51,34 @@ from turnmill.backends.embedded.records import SqliteRecordStore, kind_of, scan
 from turnmill.backends.embedded.restarts import count_restarts
 from turnmill.backends.embedded.run_processes import RunProcess, end, process_of, processes_of
 from turnmill.backends.embedded.sqlite import Database
-from turnmill.backends.embedded.weights import FolderWeightStore
+from turnmill.backends.embedded.weights import FolderWeightStore, look_at_pointer
 from turnmill.errors import InvalidInput
 from turnmill.ports import DeadLetter, QueueCounts, RunPorts, Stored
 from turnmill.records import Metric, Purpose, SampleState
 
 __all__ = [
+    "BatchActivity",
+    "CallActivity",
     "FolderBucket",
+    "ProcessInfo",
     "ProcessLauncher",
     "Quarantine",
+    "QueueActivity",
     "RunProcess",
+    "SampleActivity",
     "disk",
     "end",
     "holder_of",
     "log_tail",
+    "look_at_batches",
+    "look_at_calls",
     "look_at_dead_letters",
     "look_at_metrics",
+    "look_at_pointer",
+    "look_at_queue",
     "look_at_queues",
+    "look_at_recent_samples",
+    "look_at_records",
     "look_at_restarts",
     "look_at_root_records",
     "look_at_run_records",
@@ -65,11 +88,14 @@ __all__ = [
     "open_quarantine",
     "open_root_records",
     "open_run",
+    "process_info",
     "process_lives",
     "process_of",
     "processes_of",
+    "queue_files",
     "remove_abandoned",
     "replacing",
+    "role_processes",
     "take_all",
     "wait_until_gone",
 ]
@@ -126,7 +152,7 @@ def look_at_queues(root: Path, run_id: str, *, num_replicas: int) -> dict[str, Q
 
     Raises `InvalidInput` for a bad run id, `BackendUnavailable` for a file that can't be read.
     """
-    paths = _queue_files(_run_folder(root, run_id), num_replicas)
+    paths = queue_files(root, run_id, num_replicas=num_replicas)
     nothing = QueueCounts(available=0, in_flight=0, delayed=0, dead=0, num_sent=0)
     return {
         name: look(path, "dead", lambda connection: count(connection, time.monotonic())) or nothing
@@ -136,14 +162,16 @@ def look_at_queues(root: Path, run_id: str, *, num_replicas: int) -> dict[str, Q
 
 def look_at_dead_letters(root: Path, run_id: str, *, num_replicas: int) -> dict[str, list[DeadLetter]]:
     """The dead letters of each queue of a run by its name, oldest first; as `look_at_queues`, it leaves no trace."""
-    paths = _queue_files(_run_folder(root, run_id), num_replicas)
+    paths = queue_files(root, run_id, num_replicas=num_replicas)
     return {name: look(path, "dead", partial(letters_in, limit=-1)) or [] for name, path in paths.items()}
 
 
-def _queue_files(folder: Path, num_replicas: int) -> dict[str, Path]:
+def queue_files(root: Path, run_id: str, *, num_replicas: int) -> dict[str, Path]:
+    """Where each queue of a run lies, by its name; raises `InvalidInput` for a bad run id."""
+    folder = _run_folder(root, run_id)
     names = ["rollout_request", "rollout_response", *(f"generate_request-{index}" for index in range(num_replicas))]
     paths = {name: folder / "queues" / f"{name}.db" for name in names}
-    return {**paths, "generate_response": folder / "records" / "calls.db"}
+    return paths | {"generate_response": folder / "records" / "calls.db"}
 
 
 def look_at_root_records(root: Path, prefix: str) -> list[Stored]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from turnmill.backends.embedded.processes import role_of
+
 # How long a process that was asked to end may take.
 GRACE_S = 10.0
 _INTERVAL_S = 0.05
@@ -54,10 +56,9 @@ class RunProcess:
 
 def processes_of(root: Path, run_id: str | None) -> list[RunProcess]:
     """The role processes of a run, or of all runs of a deployment, and what they started; by pid."""
-    folder = root.absolute()
     found: dict[int, RunProcess] = {}
     for process in psutil.process_iter():
-        role = _role_of(process, folder)
+        role = role_of(process, root)
         if role is not None and run_id in (None, role[0]):
             for one in (process, *_descendants(process)):
                 name = role[1] if one is process else f"{role[1]}: {_command_of(one)}"
@@ -106,23 +107,6 @@ def _ports_of(process: psutil.Process) -> tuple[int, ...]:
     except _UNKNOWN:
         return ()
     return tuple(sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}))
-
-
-def _role_of(process: psutil.Process, root: Path) -> tuple[str, str] | None:
-    """(run id, name of the role) of a process of one of the deployment's runs."""
-    try:
-        command = process.cmdline()
-    except _UNKNOWN:
-        return None
-    # As the launcher writes it: `turnmill role ROLE --root ROOT --run RUN --name NAME`.
-    if "role" not in command:
-        return None
-    place = command.index("role")
-    rest = command[place + 2 :]
-    options = dict(zip(rest[::2], rest[1::2], strict=False))
-    if not {"--root", "--run", "--name"} <= options.keys() or Path(options["--root"]).resolve() != root.resolve():
-        return None
-    return options["--run"], options["--name"]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

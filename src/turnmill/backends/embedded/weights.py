@@ -127,3 +127,20 @@ class FolderWeightStore:
                     aside = aside_in(self._versions)
                     os.rename(path, aside)
                     shutil.rmtree(aside)
+
+
+def look_at_pointer(folder: Path) -> tuple[Version, float] | None:
+    """The version that is current in `FolderWeightStore(folder)`, and since when (Unix seconds); None without one.
+
+    Raises `BackendUnavailable` and `RecordCorrupt`.
+    """
+    pointer = folder / "current.json"
+    try:
+        with disk(pointer):
+            content, since = pointer.read_bytes(), pointer.stat().st_mtime
+    except NotFound:
+        return None
+    try:
+        return decode(content, _Meta).version, since
+    except msgspec.DecodeError as error:
+        raise RecordCorrupt(f"{pointer} does not name a weight version: {error}") from error

@@ -1,0 +1,95 @@
+"""`turnmill doctor`: whether a run makes progress, and what holds it up. It reads and changes nothing."""
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from turnmill.cli import render
+from turnmill.cli.errors import EXIT_FAILED
+from turnmill.cli.show import choose_run, json_option, root_option
+from turnmill.cli.view import PlainConsole, say
+from turnmill.health.diagnosis import Diagnosis, Report, Verdict, examine
+from turnmill.health.snapshot import Snapshot
+from turnmill.records import RunStatus
+from turnmill.wiring.examining import examine_anew
+from turnmill.wiring.queues import only_active
+from turnmill.wiring.reading import look_at_runs
+
+_STYLES = {Verdict.STALLED: "bold red", Verdict.FAULTY: "bold red", Verdict.ENDED_BADLY: "bold red"}
+
+
+@click.command(short_help="Say what holds a run up.")
+@click.argument("run_id", metavar="[RUN]", required=False)
+@root_option
+@json_option("Print one object.")
+@click.pass_context
+def doctor(ctx: click.Context, run_id: str | None, root: Path, as_json: bool) -> None:
+    """Say whether RUN makes progress, which part holds it up and what to do; without RUN the one that goes on.
+
+    Looks at the run's files and processes itself, and needs none of them: its control process may be stopped or gone.
+
+    Exit code 0: it makes progress, waits for its turn, or ended as it should. 1: something is wrong.
+    """
+    runs = look_at_runs(root)
+    going = [run for run in runs if run.status in (RunStatus.ACTIVE, RunStatus.INTERRUPTED)]
+    if run_id is not None:
+        chosen = choose_run(runs, root, run_id)
+    else:
+        chosen = going[0] if len(going) == 1 else only_active(runs, root)
+    seen = examine_anew(root, chosen.run_id)
+    report = examine(seen)
+    if as_json:
+        click.echo(json.dumps(_as_object(seen, report)))
+    else:
+        console = PlainConsole()
+        for text in _lines(seen, report):
+            say(console, text)
+    if not report.verdict.is_healthy:
+        ctx.exit(EXIT_FAILED)
+
+
+def _as_object(seen: Snapshot, report: Report) -> dict[str, Any]:
+    return {
+        "run_id": seen.run.run_id,
+        "status": seen.run.status.value,
+        "stage": seen.stage,
+        "verdict": report.verdict.value,
+        "healthy": report.verdict.is_healthy,
+        "summary": report.summary,
+        "role": report.diagnoses[0].role if report.diagnoses else None,
+        "idle_s": seen.idle_s,
+        "stall_after_s": seen.stall_after_s,
+        "diagnoses": [asdict(diagnosis) for diagnosis in report.diagnoses],
+        "processes": [
+            {"name": view.name, "state": view.state.value, "pid": view.pid, "cores": view.cores}
+            for view in seen.processes
+        ],
+        "queues": {name: asdict(view) for name, view in seen.queues.items()},
+    }
+
+
+def _lines(seen: Snapshot, report: Report) -> list[Text]:
+    verdict = (report.verdict.value, _STYLES.get(report.verdict, "bold green"))
+    status = (seen.run.status.value, render.RUN_STYLES[seen.run.status])
+    lines = [Text.assemble(("run ", "dim"), (seen.run.run_id, "bold"), " ", status, ": ", verdict)]
+    lines.append(Text(report.summary))
+    for number, diagnosis in enumerate(report.diagnoses):
+        lines += [Text(), *_diagnosis(diagnosis, is_first=number == 0)]
+    return lines
+
+
+def _diagnosis(diagnosis: Diagnosis, *, is_first: bool) -> list[Text]:
+    lines = [Text.assemble((diagnosis.role, "bold red" if is_first else "bold yellow"), f": {diagnosis.summary}")]
+    lines += [Text(f"  - {fact}") for fact in diagnosis.evidence]
+    if diagnosis.conversation is not None:
+        lines.append(Text(f"  conversation: {shlex.quote(diagnosis.conversation)}"))
+    if diagnosis.log_lines:
+        lines += [Text("  last log lines:", style="dim"), *(Text(f"    {line}", "dim") for line in diagnosis.log_lines)]
+    if diagnosis.commands:
+        lines += [Text("  do:"), *(Text(f"    {command}", style="cyan") for command in diagnosis.commands)]
+    return lines

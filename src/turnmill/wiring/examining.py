@@ -1,0 +1,342 @@
+"""One look at a run from outside: its stores, its processes, its disk; what `turnmill.health` judges.
+
+Needs no process of the run, changes nothing and waits for nobody: control may be stopped or gone, and the disk full.
+What can't be read is said in the snapshot; all else is there all the same.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from turnmill.backends.embedded import (
+    BatchActivity,
+    CallActivity,
+    ProcessInfo,
+    QueueActivity,
+    SampleActivity,
+    log_tail,
+    look_at_batches,
+    look_at_calls,
+    look_at_pointer,
+    look_at_queue,
+    look_at_recent_samples,
+    look_at_records,
+    process_info,
+    queue_files,
+    role_processes,
+)
+from turnmill.config import from_dict
+from turnmill.errors import BackendUnavailable, RecordCorrupt
+from turnmill.health.progress import COMPUTING_CORES, Fingerprint
+from turnmill.health.snapshot import (
+    CONTROL,
+    TRAINER,
+    ProcessState,
+    ProcessView,
+    QueueView,
+    SamplesView,
+    Snapshot,
+    Troubled,
+)
+from turnmill.ports import QueueCounts, Stored
+from turnmill.records import (
+    ReplicaStatus,
+    Run,
+    RunStatus,
+    SampleRecord,
+    TrainingStatus,
+    Version,
+    decode,
+    replica_key,
+    training_key,
+)
+from turnmill.wiring.reading import look_at_run
+
+T = TypeVar("T")
+# Between the looks of somebody who has not watched before: longer than the pause before a first restart.
+BETWEEN_S = 1.0
+# A process that was started so long after the last progress is not the first one of its name since then.
+_LATE_S = 5.0
+# In which control waits for others; in all others it works itself.
+_WAITING_STAGES = ("StartGeneration", "StartRewardWorkers", "SubmitTraining", "Evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stores:
+    """What a run's files say at one look."""
+
+    run: Run
+    queues: Mapping[str, QueueActivity]
+    samples: SampleActivity
+    calls: CallActivity
+    replicas: Mapping[str, ReplicaStatus]
+    training: TrainingStatus | None
+    batches: BatchActivity
+    num_training_writes: int
+    pointer: tuple[Version, float] | None
+    unreadable: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A snapshot, and what tells it from another one in which nothing more was achieved."""
+
+    snapshot: Snapshot
+    fingerprint: Fingerprint
+    # Pids by name: see `health.progress`.
+    computing: Mapping[str, int]
+
+
+class Examiner:
+    """Looks at one run again and again; what processes used in between is in the later looks."""
+
+    def __init__(self, root: Path, run_id: str, *, window_s: float) -> None:
+        """`window_s`: over at least half and at most twice of it is counted how busy a process is.
+
+        Who waits has its moments too, in which news comes: in a short one a trainer that waits looks busy.
+        """
+        self._root = root
+        self._run_id = run_id
+        self._folder = root.absolute() / "runs" / run_id
+        self._window_s = window_s
+        # By pid, as seen earlier, oldest first.
+        self._before: dict[int, list[ProcessInfo]] = {}
+
+    def fingerprint(self) -> Fingerprint:
+        """That of `look`, without a look at processes; raises `NotFound` where there is no such run."""
+        return _fingerprint(self._stores())
+
+    def look(self) -> Look:
+        """Raises `NotFound` where there is no such run."""
+        stores = self._stores()
+        run = stores.run
+        found = self._processes(run)
+        processes = tuple(self._view(name, found.get(name)) for name in _needed(run))
+        self._remember(found.values())
+        computing = _computing(stores, processes)
+        now = time.time()
+        last = _last_progress(stores)
+        free_bytes, free_files = _free(self._folder)
+        snapshot = Snapshot(
+            run=run,
+            root=str(self._root),
+            at=now,
+            idle_s=max(0.0, now - last),
+            stall_after_s=from_dict(run.config).stall_after_s,
+            processes=processes,
+            logs=self._logs(),
+            queues={name: _queue_view(activity) for name, activity in stores.queues.items()},
+            samples=_samples_view(stores.samples),
+            served={name: status.version for name, status in stores.replicas.items()},
+            current=stores.pointer[0] if stores.pointer else None,
+            current_age_s=now - stores.pointer[1] if stores.pointer else None,
+            has_recorded_batch=stores.batches.has_recorded,
+            free_bytes=free_bytes,
+            free_files=free_files,
+            unreadable=stores.unreadable,
+        )
+        # The first ones of their name since the last progress.
+        first = {name: pid for name, pid in computing.items() if found[name].started_at <= last + _LATE_S}
+        return Look(snapshot=snapshot, fingerprint=_fingerprint(stores), computing=first)
+
+    # ------------------------------------------------------------ stores
+
+    def _stores(self) -> _Stores:
+        run = look_at_run(self._root, self._run_id)
+        records, unreadable = self._folder / "records", list[str]()
+
+        def read(look: Callable[[], T], otherwise: T) -> T:
+            try:
+                return look()
+            except (BackendUnavailable, RecordCorrupt) as error:
+                unreadable.append(str(error))
+                return otherwise
+
+        def stored(prefix: str) -> list[Stored]:
+            return read(lambda: look_at_records(records, prefix), [])
+
+        training = stored(training_key(self._run_id))
+        files = queue_files(self._root, self._run_id, num_replicas=from_dict(run.config).generation_replicas)
+        replicas = [decode(item.value, ReplicaStatus) for item in stored(replica_key(self._run_id, ""))]
+        empty = QueueActivity(counts=QueueCounts(available=0, in_flight=0, delayed=0, dead=0, oldest_age_s=None))
+        return _Stores(
+            run=run,
+            queues={name: read(partial(look_at_queue, path), empty) for name, path in files.items()},
+            samples=read(lambda: look_at_recent_samples(records / "samples.db"), SampleActivity()),
+            calls=read(lambda: look_at_calls(records / "calls.db"), CallActivity()),
+            replicas={status.replica: status for status in replicas},
+            training=decode(training[0].value, TrainingStatus) if training else None,
+            batches=read(lambda: look_at_batches(records / "batches.db"), BatchActivity()),
+            num_training_writes=sum(item.version for item in training),
+            pointer=read(lambda: look_at_pointer(self._folder / "weights"), None),
+            unreadable=tuple(unreadable),
+        )
+
+    def _logs(self) -> dict[str, tuple[str, ...]]:
+        found = {path.stem: log_tail(path) for path in sorted((self._folder / "logs").glob("*.log"))}
+        # Of `turnmill up` there is one for all runs.
+        return found if CONTROL in found else {**found, CONTROL: log_tail(self._root / "logs" / "control.log")}
+
+    # ------------------------------------------------------------ processes
+
+    def _processes(self, run: Run) -> dict[str, ProcessInfo]:
+        found = role_processes(self._root, self._run_id)
+        control = process_info(run.pid) if run.pid is not None and run.status is RunStatus.ACTIVE else None
+        return found | ({CONTROL: control} if control is not None else {})
+
+    def _view(self, name: str, info: ProcessInfo | None) -> ProcessView:
+        if info is None:
+            return ProcessView(name=name, state=ProcessState.GONE)
+        state = ProcessState.STOPPED if info.is_stopped else ProcessState.ALIVE
+        return ProcessView(name=name, state=state, pid=info.pid, cores=self._cores(info))
+
+    def _cores(self, info: ProcessInfo) -> float | None:
+        """How many it kept busy; None where it was not seen long enough."""
+        for before in self._before.get(info.pid, ()):
+            seconds = info.at_s - before.at_s
+            if self._window_s / 2 <= seconds <= 2 * self._window_s:
+                return (info.cpu_s - before.cpu_s) / seconds
+        return None
+
+    def _remember(self, found: Iterable[ProcessInfo]) -> None:
+        self._before = {
+            info.pid: [
+                *(seen for seen in self._before.get(info.pid, ()) if info.at_s - seen.at_s <= self._window_s),
+                info,
+            ]
+            for info in found
+        }
+
+
+def examine_anew(root: Path, run_id: str) -> Snapshot:
+    """A snapshot by somebody who has not watched the run before; takes two `BETWEEN_S` for one that has not ended."""
+    examiner = Examiner(root, run_id, window_s=BETWEEN_S)
+    looks = [examiner.look()]
+    if looks[0].snapshot.run.status not in (RunStatus.ACTIVE, RunStatus.INTERRUPTED):
+        return looks[0].snapshot
+    for _ in range(2):
+        time.sleep(BETWEEN_S)
+        looks.append(examiner.look())
+    first, middle, last = looks
+    # Gone in one look only: it is being started again, or has just died and will be.
+    seen_before = {view.name: view for view in first.snapshot.processes if view.state is not ProcessState.GONE}
+    processes = tuple(
+        seen_before.get(view.name, view) if view.state is ProcessState.GONE else view
+        for view in last.snapshot.processes
+    )
+    is_moving = last.fingerprint != first.fingerprint or bool(middle.computing.items() & last.computing.items())
+    return replace(last.snapshot, processes=processes, idle_s=0.0 if is_moving else last.snapshot.idle_s)
+
+
+# ---------------------------------------------------------------- what is needed, what was achieved
+
+
+def _needed(run: Run) -> list[str]:
+    """The processes that the run needs now, by what its stages have started; control first."""
+    stages = {stage.name: stage for stage in run.current_stages}
+    if run.status not in (RunStatus.ACTIVE, RunStatus.INTERRUPTED) or "Teardown" in stages:
+        started: list[str] = []
+    else:
+        handles = {name: stage.handle for name, stage in stages.items()}
+        started = [
+            *handles.get("StartGeneration", {}).get("replicas", []),
+            *handles.get("StartRewardWorkers", {}).get("workers", []),
+        ]
+        training = stages.get("SubmitTraining")
+        if training is not None and training.state == "running" and "trainer" in training.handle:
+            started.append(training.handle["trainer"])
+    return [CONTROL, *started]
+
+
+def _fingerprint(stores: _Stores) -> Fingerprint:
+    current = stores.pointer[0] if stores.pointer else None
+    return Fingerprint(
+        stages=tuple((stage.name, stage.attempt, stage.state, len(stage.retries)) for stage in stores.run.stages),
+        last_call=stores.calls.row,
+        num_rewarded=stores.samples.num_rewarded,
+        batches=(stores.batches.row, stores.batches.num_writes),
+        num_training_writes=stores.num_training_writes,
+        # A replica that was started again serves the base weights at first: it has achieved nothing yet.
+        served=tuple(
+            (name, str(status.version))
+            for name, status in sorted(stores.replicas.items())
+            if current is None or status.version == current
+        ),
+    )
+
+
+def _last_progress(stores: _Stores) -> float:
+    """Unix time of it, as far as the records are dated."""
+    run = stores.run
+    times = [run.created_at, run.resumed_at or 0.0, stores.calls.created_at or 0.0]
+    times += [time for stage in run.stages for time in (stage.started_at, stage.ended_at or 0.0)]
+    times += [stores.training.updated_at] if stores.training else []
+    current = stores.pointer[0] if stores.pointer else None
+    times += [stores.pointer[1]] if stores.pointer else []
+    # One that was started again with other weights has achieved nothing yet.
+    times += [status.updated_at for status in stores.replicas.values() if status.version == current]
+    return max(times)
+
+
+def _computing(stores: _Stores, processes: tuple[ProcessView, ...]) -> dict[str, int]:
+    """Processes that compute what they tell of only when it is done: see `health.progress`."""
+    stage = next((stage.name for stage in reversed(stores.run.current_stages) if stage.state == "running"), None)
+
+    def is_alone(view: ProcessView) -> bool:
+        """What it does now is asked for by nobody who would notice that it takes too long."""
+        if view.name == CONTROL:
+            return stage not in _WAITING_STAGES
+        status = stores.replicas.get(view.name)
+        return view.name == TRAINER or (view.name.startswith("replica-") and (status is None or status.pid != view.pid))
+
+    return {
+        view.name: view.pid
+        for view in processes
+        if view.pid is not None and (view.cores or 0.0) >= COMPUTING_CORES and is_alone(view)
+    }
+
+
+# ---------------------------------------------------------------- views
+
+
+def _queue_view(activity: QueueActivity) -> QueueView:
+    counts, received = activity.counts, activity.most_received
+    return QueueView(
+        available=counts.available,
+        in_flight=counts.in_flight,
+        delayed=counts.delayed,
+        dead=counts.dead,
+        oldest_age_s=counts.oldest_age_s,
+        renewed_ago_s=activity.renewed_ago_s,
+        most_received=received[0] if received else None,
+        num_receives=received[1] if received else 0,
+        num_often=activity.num_often,
+    )
+
+
+def _samples_view(activity: SampleActivity) -> SamplesView:
+    invalid = decode(activity.invalid.value, SampleRecord) if activity.invalid else None
+    return SamplesView(
+        by_state=dict(activity.by_state),
+        invalid=Troubled(
+            key=invalid.key,
+            sample_id=invalid.sample_id,
+            reason=str(invalid.reason),
+            detail=invalid.detail,
+        )
+        if invalid
+        else None,
+    )
+
+
+def _free(folder: Path) -> tuple[int | None, int | None]:
+    """Bytes and files that the disk has room for; None where the system does not say."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None, None
+    return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None

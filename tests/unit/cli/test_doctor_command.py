@@ -1,0 +1,92 @@
+"""`turnmill doctor` on folders of runs: whom it is about, what it prints, and its exit code."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from turnmill.backends.embedded import open_root_records
+from turnmill.cli.commands import turnmill
+from turnmill.cli.errors import run_cli
+from turnmill.pipeline.engine import RunRecord
+from turnmill.records import Run, RunStatus, StageRecord
+from turnmill.wiring.event_loop import run_loop
+
+# No process has it.
+NO_PID = 2**22 + 1
+
+
+def make_run(root: Path, run_id: str, status: RunStatus, error: str | None = None) -> Run:
+    state = "failed" if status is RunStatus.FAILED else "running"
+    run = Run(
+        run_id=run_id,
+        cause=f"test/{run_id}",
+        status=status,
+        created_at=time.time(),
+        config={},
+        sources={},
+        data_path="tasks.jsonl",
+        stages=(StageRecord(name="SubmitTraining", state=state, started_at=time.time(), error=error),),
+        error=error,
+        pid=NO_PID,
+    )
+
+    async def write() -> None:
+        store = open_root_records(root)
+        try:
+            await RunRecord.create(store, run)
+        finally:
+            store.close()
+
+    run_loop(write())
+    return run
+
+
+def doctor(root: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(turnmill, ["doctor", *arguments, "--root", str(root)])
+
+
+def test_without_a_name_it_is_about_the_run_that_goes_on_also_when_its_control_is_gone(tmp_path: Path) -> None:
+    make_run(tmp_path, "old", RunStatus.SUCCEEDED)
+    make_run(tmp_path, "r1", RunStatus.ACTIVE)
+    result = doctor(tmp_path, "--json")
+    report = json.loads(result.output)
+    assert (result.exit_code, report["run_id"], report["role"]) == (1, "r1", "control")
+    assert report["diagnoses"][0]["commands"] == [f"turnmill resume r1 --root {tmp_path}"]
+
+
+def test_a_failed_run_is_explained_with_its_last_log_lines_and_what_to_do(tmp_path: Path) -> None:
+    make_run(
+        tmp_path, "r1", RunStatus.FAILED, "worker-0 ended with exit code 1 after 5 restarts; its last log lines:\n x"
+    )
+    logs = tmp_path / "runs/r1/logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-0.log").write_text("the last words /a/abcdefghijklmnopqrstuvwxyz/v1\n")
+    result = doctor(tmp_path, "r1")
+    assert result.exit_code == 1
+    for text in ("ended badly", "worker-0: SubmitTraining failed", "the last words /a/***", "turnmill resume r1"):
+        assert text in result.output, result.output
+
+
+@pytest.mark.parametrize("status", [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.QUEUED])
+def test_what_is_as_it_should_be_has_exit_code_0(tmp_path: Path, status: RunStatus) -> None:
+    make_run(tmp_path, "r1", status)
+    result = doctor(tmp_path, "r1", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.output)["healthy"] is True
+
+
+def test_a_run_that_is_not_there_is_a_user_s_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(turnmill, ["doctor", "--root", str(tmp_path)]) == 2
+    make_run(tmp_path, "r1", RunStatus.SUCCEEDED)
+    assert run_cli(turnmill, ["doctor", "r2", "--root", str(tmp_path)]) == 2
+    assert "did you mean r1?" in capsys.readouterr().err
+
+
+def test_a_look_at_a_run_that_ended_makes_no_file(tmp_path: Path) -> None:
+    make_run(tmp_path, "r1", RunStatus.SUCCEEDED)
+    before = sorted(tmp_path.rglob("*"))
+    doctor(tmp_path, "r1")
+    assert sorted(tmp_path.rglob("*")) == before

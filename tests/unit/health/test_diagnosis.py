@@ -1,0 +1,246 @@
+"""The rules of the doctor, on snapshots."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from turnmill.health.diagnosis import DATA, DISK, ENVIRONMENT, Verdict, examine
+from turnmill.health.snapshot import (
+    CONTROL,
+    TRAINER,
+    ProcessState,
+    ProcessView,
+    QueueView,
+    SamplesView,
+    Snapshot,
+    Troubled,
+)
+from turnmill.records import Run, RunStatus, StageRecord, Version
+
+LIMIT_S = 100.0
+RUN = Run(
+    run_id="r1",
+    cause="test/r1",
+    status=RunStatus.ACTIVE,
+    created_at=time.time(),
+    config={"worker_lease_s": 15.0},
+    sources={},
+    data_path="tasks.jsonl",
+    pid=100,
+    stages=(StageRecord(name="SubmitTraining", state="running", started_at=0.0),),
+)
+NAMES = (CONTROL, "replica-0", "worker-0", TRAINER)
+
+
+def view(name: str, state: ProcessState = ProcessState.ALIVE) -> ProcessView:
+    pid = None if state is ProcessState.GONE else 100 + NAMES.index(name)
+    return ProcessView(name=name, state=state, pid=pid, cores=None if pid is None else 0.0)
+
+
+def processes(**states: ProcessState) -> tuple[ProcessView, ...]:
+    """All that a run needs while it trains, alive but for those named (`_` for `-`)."""
+    found = {name.replace("_", "-"): state for name, state in states.items()}
+    return tuple(view(name, found.get(name, ProcessState.ALIVE)) for name in NAMES)
+
+
+MOVING = Snapshot(
+    run=RUN,
+    root=".turnmill",
+    at=0.0,
+    idle_s=3.0,
+    stall_after_s=LIMIT_S,
+    processes=processes(),
+    logs={"worker-0": tuple(f"line {number}" for number in range(20))},
+    queues={
+        "rollout_request": QueueView(available=3, in_flight=2, renewed_ago_s=1.0, most_received="t_0", num_receives=1),
+        "generate_request-0": QueueView(in_flight=2, renewed_ago_s=1.0),
+        "rollout_response": QueueView(),
+    },
+    samples=SamplesView(by_state={"requested": 3, "leased": 2}),
+    served={"replica-0": Version(incarnation=1, n=4)},
+    current=Version(incarnation=1, n=4),
+    current_age_s=50.0,
+    free_bytes=10 << 30,
+    free_files=100000,
+)
+STALLED = replace(MOVING, idle_s=LIMIT_S)
+
+
+def roles(seen: Snapshot) -> list[str]:
+    return [diagnosis.role for diagnosis in examine(seen).diagnoses]
+
+
+def queues(**changes: QueueView) -> dict[str, QueueView]:
+    """Empty ones, but for those named (`generate` is that of the first replica)."""
+    names = {"generate": "generate_request-0"}
+    empty = {name: QueueView() for name in MOVING.queues}
+    return empty | {names.get(name, name): queue for name, queue in changes.items()}
+
+
+# ---------------------------------------------------------------- no false alarms
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 60.0, LIMIT_S - 1])
+def test_what_waits_for_less_than_the_limit_is_no_stall(idle_s: float) -> None:
+    """A long rollout, call, evaluation or step: queues, leases and batches look as in a stall, only not as long."""
+    report = examine(replace(MOVING, idle_s=idle_s, has_recorded_batch=True))
+    assert (report.verdict, report.diagnoses) == (Verdict.PROGRESSING, ())
+    assert report.verdict.is_healthy
+
+
+def test_a_replica_that_still_finishes_calls_with_the_weights_before_is_not_blamed() -> None:
+    served = {"replica-0": Version(incarnation=1, n=3)}
+    assert roles(replace(MOVING, served=served, current_age_s=1.0, idle_s=1.0)) == []
+    assert roles(replace(MOVING, served=served, idle_s=1.0)) == []
+
+
+def test_messages_that_came_twice_are_no_poison() -> None:
+    assert roles(replace(MOVING, queues=queues(generate=QueueView(available=1, num_receives=2)))) == []
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stopped_process_is_named_first_whatever_waits_behind_it(name: str) -> None:
+    for seen in (MOVING, STALLED):
+        states = {name.replace("-", "_"): ProcessState.STOPPED}
+        found = examine(replace(seen, processes=processes(**states)))
+        assert found.diagnoses[0].role == name
+        assert found.diagnoses[0].commands == (f"kill -CONT {100 + NAMES.index(name)}",)
+        assert not found.verdict.is_healthy
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_process_that_is_gone_is_named_with_its_last_lines(name: str) -> None:
+    states = {name.replace("-", "_"): ProcessState.GONE}
+    (found,) = examine(replace(MOVING, processes=processes(**states))).diagnoses
+    assert found.role == name
+    assert name != "worker-0" or found.log_lines[:8] == MOVING.logs["worker-0"][-8:]
+
+
+def test_the_processes_of_a_control_that_is_gone_are_not_blamed_for_ending() -> None:
+    run = replace(RUN, status=RunStatus.INTERRUPTED)
+    gone = tuple(view(name, ProcessState.GONE) for name in NAMES)
+    report = examine(replace(MOVING, run=run, processes=gone))
+    assert [diagnosis.role for diagnosis in report.diagnoses] == [CONTROL]
+    assert report.diagnoses[0].commands == ("turnmill resume r1 --root .turnmill",)
+
+
+def test_a_full_disk_comes_before_all_that_it_brings_down() -> None:
+    assert roles(replace(MOVING, free_bytes=4096, processes=processes(trainer=ProcessState.GONE)))[0] == DISK
+    assert roles(replace(MOVING, free_files=0)) == [DISK]
+
+
+def test_a_disk_that_was_full_when_control_ended_is_named_before_control() -> None:
+    run = replace(RUN, status=RunStatus.INTERRUPTED)
+    gone = tuple(view(name, ProcessState.GONE) for name in NAMES)
+    logs = {CONTROL: ("ERROR runs.db can't grow: the disk is full; free some space and try again",)}
+    assert roles(replace(MOVING, run=run, processes=gone, logs=logs)) == [DISK, CONTROL]
+    assert roles(replace(MOVING, logs=logs)) == []
+
+
+def test_a_message_that_nobody_survives_is_named_by_its_id() -> None:
+    poison = QueueView(available=1, most_received="t_7", num_receives=3, num_often=1)
+    gone = processes(worker_0=ProcessState.GONE)
+    assert roles(replace(MOVING, queues=queues(rollout_request=poison), processes=gone))[0] == "message t_7"
+
+
+def test_messages_that_share_the_deaths_of_their_consumer_are_not_blamed_for_them() -> None:
+    shared = QueueView(available=9, most_received="t_7", num_receives=5, num_often=9)
+    gone = processes(worker_0=ProcessState.GONE)
+    assert roles(replace(MOVING, queues=queues(rollout_request=shared), processes=gone)) == ["worker-0"]
+
+
+def test_a_replica_that_says_that_it_refuses_the_current_weights_is_named() -> None:
+    logs = {"replica-0": ("ERROR weights/versions/1.4/model.safetensors is damaged",)}
+    seen = replace(MOVING, served={"replica-0": Version(incarnation=0, n=0)}, logs=logs, idle_s=20.0)
+    (found,) = examine(seen).diagnoses
+    assert found.role == "replica-0" and "does not take 1.4" in found.summary
+
+
+# ---------------------------------------------------------------- suspects of a stall
+
+
+def test_a_stall_with_live_leases_and_no_call_is_the_environment_s() -> None:
+    troubled = Troubled(key="samples/r1/train/t_1", sample_id="t_1", reason="env_error", detail="not done after 8 s")
+    seen = replace(
+        STALLED,
+        queues=queues(rollout_request=QueueView(in_flight=4, renewed_ago_s=2.0)),
+        samples=SamplesView(by_state={"leased": 4}, invalid=troubled),
+    )
+    (found,) = examine(seen).diagnoses
+    assert (found.role, found.conversation) == (ENVIRONMENT, troubled.key)
+    assert any("not done after 8 s" in fact for fact in found.evidence)
+
+
+def test_a_worker_that_neither_is_stopped_nor_renews_its_leases_is_blocked_by_its_environment() -> None:
+    waiting = queues(rollout_request=QueueView(available=4))
+    (found,) = examine(replace(STALLED, queues=waiting, samples=SamplesView(by_state={"leased": 4}))).diagnoses
+    assert found.role == ENVIRONMENT and "blocks its event loop" in found.summary
+
+
+def test_requests_that_nobody_ever_took_are_the_worker_s() -> None:
+    waiting = queues(rollout_request=QueueView(available=4))
+    assert roles(replace(STALLED, queues=waiting, samples=SamplesView(by_state={"requested": 4}))) == ["worker-0"]
+
+
+def test_a_backlog_of_calls_is_the_replica_s() -> None:
+    assert roles(replace(STALLED, queues=queues(generate=QueueView(available=7)))) == ["replica-0"]
+
+
+def test_a_backlog_of_ended_samples_is_the_trainer_s() -> None:
+    assert roles(replace(STALLED, queues=queues(rollout_response=QueueView(available=7)))) == [TRAINER]
+
+
+def test_where_nothing_is_open_the_trainer_is_to_move() -> None:
+    idle = replace(STALLED, queues=queues(), samples=SamplesView())
+    assert roles(idle) == [TRAINER]
+    assert "recorded batch" in examine(replace(idle, has_recorded_batch=True)).diagnoses[0].summary
+
+
+@pytest.mark.parametrize(("stage", "name"), [("StartGeneration", "replica-0"), ("StartRewardWorkers", "worker-0")])
+def test_a_process_that_never_becomes_ready_holds_its_stage_up(stage: str, name: str) -> None:
+    run = replace(RUN, stages=(StageRecord(name=stage, state="running", started_at=0.0),))
+    assert roles(replace(STALLED, run=run)) == [name]
+
+
+def test_every_stall_names_somebody() -> None:
+    for each in (queues(), STALLED.queues, queues(generate_response=QueueView(available=1))):
+        for samples in (SamplesView(), SamplesView(by_state={"leased": 1}), SamplesView(by_state={"requested": 1})):
+            for there in (processes(), processes()[:3], processes()[:1]):
+                report = examine(replace(STALLED, queues=each, samples=samples, processes=there))
+                assert report.diagnoses and report.verdict is Verdict.STALLED
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "role"),
+    [
+        (
+            "SubmitTraining",
+            "worker-0 ended with exit code -9 after 5 restarts; its last log lines:\n    a\n",
+            "worker-0",
+        ),
+        ("SubmitTraining", "the trainer stopped at step 3: NoProgress: ten steps", TRAINER),
+        ("SubmitTraining", "no progress for 20 s (a stall after 10 s): the environment hangs: x", ENVIRONMENT),
+        ("SubmitTraining", "/x/samples.db can't grow: the disk is full; free some space", DISK),
+        ("ValidateData", "tasks.jsonl:1:1: a row must be an object", DATA),
+        ("Evaluate", "something else", CONTROL),
+    ],
+)
+def test_a_run_that_failed_is_explained_by_its_own_words(stage: str, error: str, role: str) -> None:
+    stages = (StageRecord(name=stage, state="failed", started_at=0.0, error=error),)
+    run = replace(RUN, status=RunStatus.FAILED, error=error, stages=stages)
+    report = examine(replace(MOVING, run=run, processes=(), queues=queues()))
+    assert (report.verdict, report.diagnoses[0].role) == (Verdict.ENDED_BADLY, role)
+    assert stage in report.diagnoses[0].summary
+
+
+@pytest.mark.parametrize("status", [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.DUPLICATE, RunStatus.QUEUED])
+def test_a_run_that_ended_or_waits_as_it_should_is_healthy(status: RunStatus) -> None:
+    report = examine(replace(MOVING, run=replace(RUN, status=status), free_bytes=0))
+    assert report.verdict.is_healthy and not report.diagnoses
