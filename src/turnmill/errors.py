@@ -77,6 +77,14 @@ class StageTimeout(StageFailed):
     """A pipeline stage did not end in its time."""
 
 
+class BudgetExceeded(TurnmillError):
+    """A run has used up what it may use: it stopped in order; the text says what, how much, and how to go on."""
+
+
+class BudgetUsedUp(BudgetExceeded, InvalidInput):
+    """A run is to go on with a budget that it has used up already."""
+
+
 class GenerationFailed(TurnmillError):
     """The answer to one call is an error; `code` is the OpenAI error code (e.g. context_length_exceeded)."""
 

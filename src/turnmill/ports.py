@@ -206,11 +206,21 @@ class Queue(WorkQueue, QueueAdmin, Protocol):
     """Both sides of one queue."""
 
 
+class Count(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How much a write adds to a counter: the record under `key`, a decimal number, 0 before the first one."""
+
+    key: str
+    amount: int
+
+
 class Outbox(Protocol):
     """Records and the news of them in one go: the transactional outbox of a queue."""
 
-    async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+    async def write(self, entries: Sequence[tuple[Write, Message]], counts: Sequence[Count] = ()) -> list[bool]:
         """Try each write, and send its message where it was applied; True there, False where it was not.
+
+        `counts`, where given, has one for each entry: what is applied is counted, in the same transaction, so that a
+        counter says exactly what its records do.
 
         In one transaction where the backend has it, else the record first: no message tells of a record that is not
         there, and a record whose message was lost is found by those who wait for it. Raises `InvalidInput`, having

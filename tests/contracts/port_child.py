@@ -11,7 +11,7 @@ from typing import Any
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
-from turnmill.ports import Message, Write
+from turnmill.ports import Count, Message, Write
 
 
 async def increment(folder: Path, key: str, times: str) -> None:
@@ -90,7 +90,8 @@ async def answer_forever(folder: Path, first: str) -> None:
     while True:
         key = f"calls/run/{number:06d}"
         message = Message(body=key.encode(), group=key, dedup_id=None)
-        await ports.answers.write([(Write(key=key, value=b"x" * 1000, expected=0), message)])
+        counted = [Count(key="tokens/run/a", amount=1)]
+        await ports.answers.write([(Write(key=key, value=b"x" * 1000, expected=0), message)], counted)
         print(number, flush=True)
         number += 1
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.contracts.killing import killed_after
 from turnmill.errors import InvalidInput
-from turnmill.ports import Message, RunPorts, Write
+from turnmill.ports import Count, Message, RunPorts, Write
 
 PREFIX = "calls/run/"
 OpenPorts = Callable[[], RunPorts]
@@ -112,4 +112,44 @@ async def test_of_a_writer_that_is_killed_both_or_neither_is_stored(
         # Nothing that was stored is lost, and no record is without its message or the other way round.
         assert {f"{int(line):06d}" for line in stored} <= records.keys()
         assert Counter(told) == Counter(f"{PREFIX}{name}" for name in records if int(name) >= first)
+        assert await total(ports) == len(records)
         first = 1 + max(map(int, records))
+
+
+async def total(ports: RunPorts, key: str = "tokens/run/a") -> int:
+    (stored,) = await ports.records.get([key])
+    return int(stored.value) if stored else 0
+
+
+async def test_what_is_applied_is_counted_and_nothing_else(open_ports: OpenPorts) -> None:
+    ports = open_ports()
+    first, second = Count(key="tokens/run/a", amount=3), Count(key="tokens/run/b", amount=4)
+    assert await ports.answers.write([entry("a"), entry("b"), entry("a")], [first, second, first]) == [
+        True,
+        True,
+        False,
+    ]
+    assert await ports.answers.write([entry("a"), entry("c")], [first, first]) == [False, True]
+    assert (await total(ports), await total(ports, "tokens/run/b")) == (6, 4)
+    await ports.answers.write([entry("d")])
+    assert [stored.key for stored in await ports.records.scan("tokens/run/")] == ["tokens/run/a", "tokens/run/b"]
+    assert await total(ports) == 6
+
+
+async def test_counters_of_many_writers_lose_nothing(open_ports: OpenPorts) -> None:
+    writers = [open_ports() for _ in range(4)]
+    await asyncio.gather(
+        *(
+            ports.answers.write([entry(str(name))], [Count(key="tokens/run/a", amount=2**40)])
+            for ports in writers
+            for name in range(25)
+        )
+    )
+    assert await total(writers[0]) == 25 * 2**40
+
+
+async def test_a_count_that_can_not_be_matched_leaves_no_record(open_ports: OpenPorts) -> None:
+    ports = open_ports()
+    with pytest.raises(ValueError):
+        await ports.answers.write([entry("a"), entry("b")], [Count(key="tokens/run/a", amount=1)])
+    assert await recorded(ports) == {} and await total(ports) == 0

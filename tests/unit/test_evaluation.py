@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from turnmill.errors import NoProgress
-from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress, evaluate, wilson
-from turnmill.records import InvalidReason, Purpose, RolloutRequest, SampleRecord, SampleState, Task
+from turnmill.backends.embedded import open_run
+from turnmill.budget import Allowance
+from turnmill.errors import BudgetExceeded, NoProgress
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress, Ration, evaluate, wilson
+from turnmill.ports import RunPorts, Write
+from turnmill.records import (
+    InvalidReason,
+    Purpose,
+    RolloutRequest,
+    SampleRecord,
+    SampleState,
+    Task,
+    token_count_key,
+)
 
 TASKS = [Task(id=f"t{i}", metadata={"prompt": "p"}) for i in range(3)]
 
@@ -108,3 +119,40 @@ async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_
         background.poll("bad")
     assert sorted(calls) == ["bad", "good"]
     await background.close()
+
+
+class CountedRollouts(ScriptedRollouts):
+    """Each rollout generates ten tokens, counted as soon as it is asked for."""
+
+    def __init__(self, ports: RunPorts) -> None:
+        super().__init__({task.id: [1.0, 0.0] for task in TASKS})
+        self.ports = ports
+        self.num_tokens = 0
+        self.most_open = 0
+
+    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
+        ids = await super().request(wanted)
+        self.most_open = max(self.most_open, len(self.waiting))
+        self.num_tokens += 10 * len(ids)
+        key = token_count_key("r", Purpose.EVAL, "replica-0")
+        await self.ports.records.write([Write(key=key, value=str(self.num_tokens).encode(), expected=None)])
+        return ids
+
+
+@pytest.mark.parametrize("budget", [1, 39, 40, 41, 80, 199, 200])
+async def test_an_evaluation_generates_no_more_than_one_batch_beyond_its_budget(tmp_path: Path, budget: int) -> None:
+    ports = open_run(tmp_path, "r", num_replicas=1)
+    source = CountedRollouts(ports)
+    ration = Ration(allowance=Allowance(ports.records, "r", budget), batch_size=4)
+    with pytest.raises(BudgetExceeded, match=r"evaluation after: \d+ of 24 rollouts were played"):
+        await evaluate(TASKS, source, name="after", num_rollouts=24, threshold=1.0, ration=ration)
+    assert budget <= source.num_tokens < budget + 40 and source.most_open <= 4
+    ports.close()
+
+
+async def test_an_evaluation_that_uses_its_budget_up_with_its_last_rollouts_is_complete(tmp_path: Path) -> None:
+    ports = open_run(tmp_path, "r", num_replicas=1)
+    ration = Ration(allowance=Allowance(ports.records, "r", 201), batch_size=4)
+    result = await evaluate(TASKS, CountedRollouts(ports), name="after", num_rollouts=24, threshold=1.0, ration=ration)
+    assert (result.num_valid, result.solved) == (24, 0.5)
+    ports.close()

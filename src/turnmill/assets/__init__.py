@@ -1,4 +1,4 @@
-"""Files that ship with the package: the tiny base model and the Wordle tasks."""
+"""Files that ship with the package: the tiny base model, the Wordle tasks, the price list."""
 
 import os
 from pathlib import Path
@@ -17,6 +17,11 @@ def model_folder(base_model: str) -> Path:
         return _HERE / "models" / base_model
     # Not `Path.expanduser`: that raises an error for a user who does not exist.
     return Path(os.path.expanduser(base_model))
+
+
+def prices_file() -> Path:
+    """Dollars an hour by instance type."""
+    return _HERE / "prices.toml"
 
 
 def wordle_data(part: str) -> Path:

@@ -6,6 +6,7 @@ from turnmill import __version__
 from turnmill.cli.alerts import alerts
 from turnmill.cli.chat import chat
 from turnmill.cli.cleanup import cleanup
+from turnmill.cli.cost import cost
 from turnmill.cli.data import data
 from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
@@ -28,6 +29,6 @@ def turnmill() -> None:
 
 for command in (
     *(demo, up, upload, run, cancel, resume, retry, evaluate, serve, chat),
-    *(runs, status, watch, doctor, logs, queues, alerts, dlq, cleanup, data, role),
+    *(runs, status, watch, doctor, logs, queues, alerts, dlq, cost, cleanup, data, role),
 ):
     turnmill.add_command(command)

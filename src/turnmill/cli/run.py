@@ -15,12 +15,14 @@ from rich.console import Console
 
 from turnmill import assets
 from turnmill.cli import render
+from turnmill.cli.cost import budget_options
+from turnmill.cli.cost_lines import forecast_lines
 from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say, show
 from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_deployment
-from turnmill.errors import InvalidInput, NotFound, TurnmillError
+from turnmill.errors import BudgetExceeded, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
@@ -125,17 +127,21 @@ def _model_of(root: Path, target: str) -> tuple[str, Run | None]:
     metavar="STEP",
     help="Go on after this step and give up the later ones (0: from the base model).",
 )
+@budget_options
 @root_option
 @figures_option
-def resume(run_id: str, from_step: int | None, root: Path, as_json: bool) -> None:
+def resume(run_id: str, from_step: int | None, root: Path, as_json: bool, **budgets: float | None) -> None:
     """Go on with a run that failed, was stopped or lost its process, with its parameters and its data.
 
     It goes on after its last recorded step, with the weights of that step bit for bit.
     """
     find_run(root, run_id)
+    wanted = {name: value for name, value in budgets.items() if value is not None}
     in_foreground(
         root,
-        lambda cancel, created: resume_run(root, run_id, from_step=from_step, cancel=cancel, created=created),
+        lambda cancel, created: resume_run(
+            root, run_id, from_step=from_step, cancel=cancel, created=created, budgets=wanted
+        ),
         as_json,
     )
 
@@ -182,6 +188,8 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
     async def view(run: Run) -> None:
         try:
             say(console, render.origin(run, root / "runs" / run.run_id))
+            for line in forecast_lines(run.forecast):
+                say(console, line)
             await show(root, run.run_id, console, ended=ended)
         except OSError:
             # Nobody can see it any more: the terminal, or the reader of the pipe, is gone.
@@ -261,7 +269,8 @@ def _conclude(root: Path, run: Run, error: TurnmillError | None, console: Consol
         lines += [
             f"{run.status.value}; every process that was started has ended",
             f"kept: {root / 'runs' / run.run_id} (records, conversations, metrics, logs/)",
-            f"go on with it: turnmill resume {run.run_id}{at_root}",
         ]
+        if not isinstance(error, BudgetExceeded):  # its text has the command
+            lines.append(f"go on with it: turnmill resume {run.run_id}{at_root}")
     for line in [*lines, f"more: turnmill status {run.run_id}{at_root}"]:
         say(console, line)

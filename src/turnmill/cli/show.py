@@ -11,9 +11,11 @@ import msgspec
 from rich.text import Text
 
 from turnmill.cli import render
+from turnmill.cli.cost_lines import cost_line
 from turnmill.cli.view import PlainConsole, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
+from turnmill.wiring.costs import cost_of
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading import list_runs, read_baseline, read_metrics
 
@@ -86,13 +88,13 @@ def runs(root: Path, as_json: bool) -> None:
 def status(run_id: str, root: Path, as_json: bool) -> None:
     """Show one run: its stages, figures, and each parameter with its source."""
     run = find_run(root, run_id)
-    metrics = load_metrics(root, run)
+    metrics, cost = load_metrics(root, run), run_loop(cost_of(root, run))
     baseline = run_loop(read_baseline(root, run.run_id))
     if as_json:
         record = msgspec.to_builtins(run)
         record.pop("worker_token_hash")
         latest = metrics[-1].values if metrics else {}
-        record |= {"summary": render.summary(run, metrics), "latest": latest, "baseline": None}
+        record |= {"summary": render.summary(run, metrics), "latest": latest, "baseline": None, "cost": cost.summary}
         if baseline is not None:
             record["baseline"] = {**baseline.figures(), "tasks": msgspec.to_builtins(baseline.tasks)}
         click.echo(json.dumps(record))
@@ -101,6 +103,7 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
     console.print(render.live_view(run, metrics))
     for text in render.lineage_lines(run):
         say(console, text)
+    say(console, cost_line(cost))
     if run.error:
         say(console, Text(f"error: {run.error}", style="red"))
     if baseline is not None:

@@ -7,13 +7,16 @@ Import-light: no torch, no pydantic. A key is here only if some component reads 
 command line, the checks and the documentation follow.
 """
 
+from turnmill.config.limits import Ceilings, PriceSettings
 from turnmill.config.loading import OTHER_VARIABLES, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.parameters import Config, Parameter, describe, parameter_names
 
 __all__ = [
     "OTHER_VARIABLES",
+    "Ceilings",
     "Config",
     "Parameter",
+    "PriceSettings",
     "Resolved",
     "base_model_of",
     "describe",

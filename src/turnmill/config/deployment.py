@@ -8,18 +8,21 @@ min_severity = "error"
 [mlflow]
 tracking_uri = "http://127.0.0.1:5000"   # or tracking_uri_env = the name of a variable
 experiment = "turnmill"
+
+[ceilings] and [prices]: see `limits`.
 """
 
 import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from turnmill.config.limits import Ceilings, PriceSettings, read_ceilings, read_prices
 from turnmill.config.parameters import PREFIX
 from turnmill.errors import ConfigError, printable
 
@@ -82,6 +85,8 @@ class Deployment:
     alerts: tuple[AlertChannel, ...] = ()
     # None: nothing is mirrored.
     mlflow: MlflowStore | None = None
+    ceilings: Ceilings = Ceilings()
+    prices: PriceSettings = PriceSettings()
 
 
 def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
@@ -89,11 +94,38 @@ def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
 
     Raises `ConfigError` with one line for each thing that is wrong, naming file and key and never a secret.
     """
-    path = root / FILE
+    values = _read(root / FILE)
+    reader = _Reader(environ)
+    ceilings, prices = _limits(values, root, reader.problems)
+    deployment = replace(reader.deployment(values), ceilings=ceilings, prices=prices)
+    _raise(reader.problems, root / FILE)
+    return deployment
+
+
+def load_limits(root: Path) -> tuple[Ceilings, PriceSettings]:
+    """Ceilings and prices alone: whoever starts a run need not know the secrets that the alerts are sent with.
+
+    Raises `ConfigError` as `load_deployment` does, for what is wrong in these two tables.
+    """
+    problems: list[str] = []
+    limits = _limits(_read(root / FILE), root, problems)
+    _raise(problems, root / FILE)
+    return limits
+
+
+def _limits(values: dict[str, Any], root: Path, problems: list[str]) -> tuple[Ceilings, PriceSettings]:
+    return (
+        read_ceilings(values.get("ceilings", {}), problems),
+        read_prices(values.get("prices", {}), root, problems),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of the file, none where it does not exist; raises `ConfigError` for one that can't be read."""
     try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        return Deployment()
+        return {}
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {(error.strerror or str(error)).lower()}") from error
     except RecursionError as error:
@@ -102,12 +134,12 @@ def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
         raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    reader = _Reader(environ)
-    deployment = reader.deployment(values)
-    if reader.problems:
-        many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
-        raise ConfigError("\n  ".join([f"{many} in {path}:", *reader.problems]))
-    return deployment
+
+
+def _raise(problems: list[str], path: Path) -> None:
+    if problems:
+        many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{many} in {path}:", *problems]))
 
 
 class _Reader:
@@ -118,7 +150,7 @@ class _Reader:
         self._environ = environ
 
     def deployment(self, values: dict[str, Any]) -> Deployment:
-        self._refuse_unknown("", values, ("alerts", "mlflow"))
+        self._refuse_unknown("", values, ("alerts", "mlflow", "ceilings", "prices"))
         mlflow = self._mlflow(values.get("mlflow"))
         tables = values.get("alerts", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

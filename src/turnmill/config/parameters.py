@@ -90,9 +90,20 @@ class Config:
         "held-out result with which the model is published",
         choices=("not_worse", "better", "always"),
     )
-    max_runtime_s: float = param(86400.0, "seconds of the whole run", gt=0)
+    max_runtime_s: float = param(86400.0, "seconds of the whole run, all attempts together", gt=0)
     watchdog_s: float = param(
         0.0, "seconds without progress after which a run is stalled; 0: training_timeout + call_timeout_s", ge=0
+    )
+    budget_tokens: int = param(
+        0, "generated tokens of the whole run, evaluations included; 0: no limit", ge=0, le=10**15
+    )
+    budget_usd: float = param(0.0, "dollars of the whole run; 0: no limit", ge=0, le=1e9)
+
+    # What it runs on, and what that costs
+    instance_type: str = param("local", "local, or an instance type with a price (`turnmill cost --prices`)")
+    instance_count: int = param(1, "instances of that type", ge=1, le=4096)
+    usd_per_hour: float = param(
+        0.0, "dollars an hour of one instance; 0: the price list's, and none for local", ge=0, le=1e6
     )
 
     @property

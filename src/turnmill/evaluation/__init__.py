@@ -9,12 +9,13 @@ from turnmill.evaluation.background import BackgroundEvaluations
 from turnmill.evaluation.baseline import measure_baseline
 from turnmill.evaluation.held_out import Evaluation, evaluate, summarise
 from turnmill.evaluation.intervals import wilson
-from turnmill.evaluation.playing import Progress, RolloutSource, play
+from turnmill.evaluation.playing import Progress, Ration, RolloutSource, play
 
 __all__ = [
     "BackgroundEvaluations",
     "Evaluation",
     "Progress",
+    "Ration",
     "RolloutSource",
     "evaluate",
     "measure_baseline",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from turnmill.config import Config
 from turnmill.evaluation.intervals import wilson
-from turnmill.evaluation.playing import Progress, RolloutSource, play
+from turnmill.evaluation.playing import Progress, Ration, RolloutSource, play
 from turnmill.records import Baseline, BaselineVerdict, Run, SampleRecord, Task, TaskBaseline
 
 # Rollouts of one task before the next one has its turn: enough to tell tasks apart, few enough to see many of them.
@@ -17,16 +17,26 @@ NAME = "baseline"
 
 
 async def measure_baseline(
-    tasks: Sequence[Task], rollouts: RolloutSource, *, run: Run, config: Config, progress: Progress
+    tasks: Sequence[Task],
+    rollouts: RolloutSource,
+    *,
+    run: Run,
+    config: Config,
+    progress: Progress,
+    ration: Ration | None = None,
 ) -> Baseline:
     """`baseline_rollouts` of the base model; if none or all of them pass, `baseline_max_rollouts` in all.
 
     An invalid rollout is played again; raises `NoProgress` once more are invalid than were asked for.
     """
     planned = plan(tasks, config.baseline_max_rollouts, seed=config.seed)
-    valid, num_invalid = await play(planned[: config.baseline_rollouts], rollouts, name=NAME, progress=progress)
+    valid, num_invalid = await play(
+        planned[: config.baseline_rollouts], rollouts, name=NAME, progress=progress, ration=ration
+    )
     if _verdict(_num_passed(valid, config.success_threshold), len(valid)) is not BaselineVerdict.SIGNAL:
-        more, num_more = await play(planned[config.baseline_rollouts :], rollouts, name=NAME, progress=progress)
+        more, num_more = await play(
+            planned[config.baseline_rollouts :], rollouts, name=NAME, progress=progress, ration=ration
+        )
         valid, num_invalid = [*valid, *more], num_invalid + num_more
     return summarise_baseline(valid, num_invalid=num_invalid, run=run, config=config)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnmill.evaluation.intervals import wilson
-from turnmill.evaluation.playing import Progress, RolloutSource, play
+from turnmill.evaluation.playing import Progress, Ration, RolloutSource, play
 from turnmill.records import SampleRecord, Task
 
 
@@ -38,6 +38,7 @@ async def evaluate(
     num_rollouts: int,
     threshold: float,
     progress: Progress | None = None,
+    ration: Ration | None = None,
 ) -> Evaluation:
     """Play each task ceil(num_rollouts / num_tasks) times and average.
 
@@ -45,7 +46,7 @@ async def evaluate(
     """
     passes = math.ceil(num_rollouts / len(tasks))
     wanted = [task for _ in range(passes) for task in tasks]
-    valid, num_invalid = await play(wanted, rollouts, name=name, progress=progress or Progress())
+    valid, num_invalid = await play(wanted, rollouts, name=name, progress=progress or Progress(), ration=ration)
     return summarise(valid, num_tasks=len(tasks), num_invalid=num_invalid, threshold=threshold)
 
 

@@ -51,6 +51,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     value: bytes
     finish_reason: str
     has_ended: bool
+    num_sampled: int
 
 
 def received_of(leased: Leased) -> Received:
@@ -102,7 +103,13 @@ def sampled_of(job: Job, result: EngineResult, text: str, end_ids: frozenset[int
     )
     digest, value = call.seal()
     has_ended = bool(result.token_ids) and result.token_ids[-1] in end_ids
-    return Sampled(digest=digest, value=value, finish_reason=str(finish_reason), has_ended=has_ended)
+    return Sampled(
+        digest=digest,
+        value=value,
+        finish_reason=str(finish_reason),
+        has_ended=has_ended,
+        num_sampled=len(result.token_ids),
+    )
 
 
 def news_of(request: GenerateRequest, sampled: Sampled) -> bytes:

@@ -1,6 +1,6 @@
 """The side of a replica that writes: ended calls become records, news and acks.
 
-    ended calls -> [records (the first write wins) + generate_response, one transaction] -> [ack]
+    ended calls -> [records (the first write wins) + generate_response + token counts, one transaction] -> [ack]
 
 One task (`run`) consumes everything that ended since its last round at once, waits for the storage and nothing else,
 and produces call records, responses and acks. It runs beside the engine's next step, so that no step waits for storage.
@@ -14,8 +14,8 @@ import msgspec
 
 from turnmill.generation.answers import Parent, Received, Sampled, news_of, response_of
 from turnmill.generation.stored import read_calls
-from turnmill.ports import Message, RunPorts, WorkQueue, Write
-from turnmill.records import GenerateResponse, encode
+from turnmill.ports import Count, Message, RunPorts, WorkQueue, Write
+from turnmill.records import GenerateResponse, Purpose, encode, token_count_key
 
 # Recorded calls that are remembered, so that their children need no read: the last one of each open conversation.
 _NUM_PARENTS = 4096
@@ -32,11 +32,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Recorder:
     """Records what a replica sampled."""
 
-    def __init__(self, ports: RunPorts, requests: WorkQueue, receipts: dict[str, float]) -> None:
+    def __init__(
+        self, ports: RunPorts, requests: WorkQueue, receipts: dict[str, float], *, run_id: str, replica: str
+    ) -> None:
         """`receipts` are the replica's leases; those that are acked are taken out."""
         self._ports = ports
         self._requests = requests
         self._receipts = receipts
+        self._counters = {purpose: token_count_key(run_id, purpose, replica) for purpose in Purpose}
         # What the next round takes up.
         self._ended: list[Ended] = []
         self._has_ended = asyncio.Event()
@@ -98,8 +101,11 @@ class Recorder:
             (Write(key=received.key, value=call.value, expected=0), _message(received, news_of(received.request, call)))
             for received, call in sampled
         ]
+        counts = [
+            Count(key=self._counters[received.request.purpose], amount=call.num_sampled) for received, call in sampled
+        ]
         lost: list[Received] = []
-        for (received, call), is_ours in zip(sampled, await self._ports.answers.write(entries), strict=True):
+        for (received, call), is_ours in zip(sampled, await self._ports.answers.write(entries, counts), strict=True):
             if not is_ours:
                 lost.append(received)
                 continue

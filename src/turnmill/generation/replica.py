@@ -121,7 +121,7 @@ class _Replica:
         self._jobs: dict[str, Job] = {}
         # Leased and neither acked nor released, with the time of the last extension.
         self._receipts: dict[str, float] = {}
-        self.recorder = Recorder(ports, self._requests, self._receipts)
+        self.recorder = Recorder(ports, self._requests, self._receipts, run_id=run_id, replica=name)
 
     # ------------------------------------------------------------ generate
 

@@ -17,6 +17,8 @@ from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunStatus, decode, digest_of, encode, run_key
 
 _PIECE_BYTES = 1024 * 1024
+# How much a run may take, not what comes of it: the same content under a higher budget is not trained twice.
+_LIMITS = frozenset({"budget_usd", "budget_tokens", "max_runtime_s", "usd_per_hour"})
 # Statuses of a run whose content may be tried again.
 _CAME_TO_NOTHING = (RunStatus.FAILED, RunStatus.CANCELLED, RunStatus.DUPLICATE)
 
@@ -42,7 +44,8 @@ def content_id(*, data: str, held_out: str | None = None, config: dict[str, Any]
 
     Held-out tasks decide whether its model is published.
     """
-    parts = [data, json.dumps(config, sort_keys=True), base_weights]
+    deciding = {name: value for name, value in config.items() if name not in _LIMITS}
+    parts = [data, json.dumps(deciding, sort_keys=True), base_weights]
     if held_out is not None:
         parts.append(held_out)
     return digest_of(*(part.encode() for part in parts))

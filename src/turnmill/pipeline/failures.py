@@ -3,6 +3,7 @@
 from turnmill.errors import (
     AuditFailed,
     BackendUnavailable,
+    BudgetExceeded,
     Cancelled,
     Conflict,
     Duplicate,
@@ -17,6 +18,7 @@ from turnmill.records import ErrorClass
 
 # The first that fits counts: what is derived comes before what it is derived from.
 _CLASSES: tuple[tuple[type[Exception], ErrorClass], ...] = (
+    (BudgetExceeded, ErrorClass.BUDGET),
     (EnvironmentFailed, ErrorClass.ENVIRONMENT),
     (InvalidInput, ErrorClass.INVALID_INPUT),
     (BackendUnavailable, ErrorClass.INFRASTRUCTURE),

@@ -3,15 +3,15 @@
 from turnmill.config import Config
 from turnmill.errors import RoleFailed, StageFailed
 from turnmill.pipeline.baseline import load_baseline, pass_baseline
+from turnmill.pipeline.budget import TRAINER, budget_exceeded, check_budget, trainer_says
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.ports import Launcher, RoleSpec, RoleStatus
-from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key, training_key, worker_key
+from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key, worker_key
 
 # A role that died is started again this often: its work is leased again, a trainer goes on from its records.
 MAX_RESTARTS = 5
 # A trainer that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
 FINAL_EXIT_CODES = (0, 1, 2)
-TRAINER = "trainer"
 # Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
 JOBS = (TRAINER, "preflight")
 
@@ -61,6 +61,7 @@ async def start_generation(ctx: StageContext) -> Handle:
 async def poll_generation(ctx: StageContext, handle: Handle) -> Running | Done:
     """Done when each replica has written what it serves."""
     await check_roles(ctx.launcher)
+    await check_budget(ctx)
     stored = await ctx.ports.records.get([replica_key(ctx.run.run_id, name) for name in handle["replicas"]])
     ready = [decode(item.value, ReplicaStatus) for item in stored if item is not None]
     if len(ready) < len(handle["replicas"]):
@@ -82,6 +83,7 @@ async def start_reward_workers(ctx: StageContext) -> Handle:
 async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Done:
     """Done when each worker has asked the proxy for work."""
     await check_roles(ctx.launcher)
+    await check_budget(ctx)
     stored = await ctx.ports.records.get([worker_key(ctx.run.run_id, name) for name in handle["workers"]])
     ready = sum(item is not None for item in stored)
     if ready < len(stored):
@@ -112,8 +114,7 @@ async def _start_trainer(ctx: StageContext) -> None:
 
 
 async def training_status(ctx: StageContext) -> TrainingStatus | None:
-    (stored,) = await ctx.ports.records.get([training_key(ctx.run.run_id)])
-    return decode(stored.value, TrainingStatus) if stored else None
+    return await trainer_says(ctx.ports, ctx.run.run_id)
 
 
 async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
@@ -137,10 +138,13 @@ async def poll_training(ctx: StageContext, handle: Handle) -> Running | Done:
                 "baseline": baseline.figures() if baseline else None,
             },
         )
+    if status is not None and status.state == "exhausted":
+        raise await budget_exceeded(ctx, "budget_tokens")
     if status is not None and status.state == "failed":
         raise StageFailed(f"the trainer stopped at step {status.step}: {status.error}")
     if status is not None and status.state == "cancelled":
         raise StageFailed(f"the trainer was told to stop at step {status.step} by somebody else than this pipeline")
+    await check_budget(ctx)
     await check_roles(ctx.launcher)
     for role in trainer:
         if role.state == "exited":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from turnmill.errors import NotFound
+from turnmill.pipeline.budget import check_budget
 from turnmill.pipeline.processes import check_roles, training_status
 from turnmill.pipeline.promotion import pair
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
@@ -31,6 +32,7 @@ async def start_evaluate(ctx: StageContext) -> Handle:
 async def poll_evaluate(ctx: StageContext, handle: Handle) -> Running | Done:
     """One evaluation after the other: replicas serve the version pointed to, so the pointer moves in between."""
     await check_roles(ctx.launcher)
+    await check_budget(ctx)
     results: dict[str, Any] = {}
     for name, version in handle["evaluations"].items():
         if version is not None and name not in handle.setdefault("pointed", []):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnmill.budget import Meter
 from turnmill.config import Config
 from turnmill.errors import InvalidInput
 from turnmill.ports import Launcher, RunPorts
@@ -71,6 +72,8 @@ class StageContext:
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
     check: Callable[[], None]
+    # Of the run's time and dollars; None: nobody counts them.
+    meter: Meter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

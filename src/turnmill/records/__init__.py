@@ -35,6 +35,7 @@ from turnmill.records.keys import (
     call_key,
     call_prefix,
     cancel_key,
+    clock_prefix,
     dead_letter_key,
     delivery_dead_letter_key,
     handed_over_key,
@@ -50,6 +51,8 @@ from turnmill.records.keys import (
     secret_key,
     segment,
     sighting_key,
+    token_count_key,
+    token_count_prefix,
     training_key,
     trigger_dead_letter_key,
     worker_key,
@@ -78,7 +81,7 @@ from turnmill.records.rollouts import (
     SampleRecord,
     Task,
 )
-from turnmill.records.runs import Run, StageRecord, StageRetry
+from turnmill.records.runs import Run, RunClock, StageRecord, StageRetry
 from turnmill.records.training import (
     Batch,
     BatchState,
@@ -141,6 +144,7 @@ __all__ = [
     "RolloutResponse",
     "RolloutResult",
     "Run",
+    "RunClock",
     "RunKind",
     "RunStatus",
     "SampleRecord",
@@ -166,6 +170,7 @@ __all__ = [
     "cancel_key",
     "cause_key",
     "cause_prefix",
+    "clock_prefix",
     "dead_letter_key",
     "decode",
     "dedup_key",
@@ -185,6 +190,8 @@ __all__ = [
     "secret_key",
     "segment",
     "sighting_key",
+    "token_count_key",
+    "token_count_prefix",
     "training_key",
     "trigger_dead_letter_key",
     "worker_key",

@@ -94,6 +94,19 @@ def worker_key(run_id: str, worker: str) -> str:
     return f"workers/{run_id}/{worker}"
 
 
+def token_count_prefix(run_id: str) -> str:
+    return f"tokens/{run_id}/"
+
+
+def token_count_key(run_id: str, purpose: Purpose, replica: str) -> str:
+    """How many tokens a replica sampled for a purpose: a decimal number, written with the calls that it counts."""
+    return f"{token_count_prefix(run_id)}{purpose}/{replica}"
+
+
+def clock_prefix(run_id: str) -> str:
+    return f"clocks/{run_id}/"
+
+
 def dead_letter_key(run_id: str, name: str) -> str:
     return f"dead_letters/{run_id}/{name}"
 

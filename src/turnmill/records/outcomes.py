@@ -40,6 +40,8 @@ class DropReason(StrEnum):
     # Its process died, or its batch was given up to go on from an earlier step.
     SUPERSEDED = "superseded"
     CANCELLED = "cancelled"
+    # The run's budget was used up before its batch was full.
+    BUDGET = "budget"
 
 
 class InvalidReason(StrEnum):
@@ -86,6 +88,7 @@ class ErrorClass(StrEnum):
     TIMEOUT = "timeout"
     ROLE_FAILED = "role_failed"
     STAGE_FAILED = "stage_failed"
+    BUDGET = "budget"
     INTEGRITY = "integrity"
     CONFLICT = "conflict"
     DUPLICATE = "duplicate"
@@ -110,6 +113,7 @@ _MEANINGS = {
     ErrorClass.TIMEOUT: "The stage did not end in its time.",
     ErrorClass.ROLE_FAILED: "A process of the run ended, and may not be started again.",
     ErrorClass.STAGE_FAILED: "The stage can't come to its end, training for instance; the text is the diagnosis.",
+    ErrorClass.BUDGET: "The run has used up the tokens, the dollars or the time that it may use.",
     ErrorClass.INTEGRITY: "What was stored, or computed twice, does not agree.",
     ErrorClass.CONFLICT: "Another process has the run.",
     ErrorClass.DUPLICATE: "Another run trains the same content, or has.",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnmill.records.keys import run_key
+from turnmill.records.keys import clock_prefix, run_key
 from turnmill.records.outcomes import ErrorClass, RunKind, RunStatus
 
 
@@ -34,6 +34,21 @@ class StageRecord:
     retries: tuple[StageRetry, ...] = ()
     # Of the run: its stages are walked again when it is resumed.
     attempt: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunClock:
+    """How long a control process has had a run; written by it again and again."""
+
+    run_id: str
+    attempt: int
+    began_at: float
+    # Up to the last time that it was written, by a clock that nobody sets.
+    seconds: float
+
+    @property
+    def key(self) -> str:
+        return f"{clock_prefix(self.run_id)}{self.attempt:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +92,8 @@ class Run:
     pid: int | None = None
     # When that process began, in clock ticks after the machine's start; None where the system does not say.
     pid_began: int | None = None
+    # What it was expected to take when it began (`budget.Forecast`); None where nobody asked.
+    forecast: dict[str, Any] | None = None
 
     @property
     def key(self) -> str:

@@ -104,7 +104,7 @@ class TrainingStatus:
     """Where the trainer is; written by the trainer, read by the pipeline and the CLI."""
 
     run_id: str
-    # running | succeeded | failed | cancelled
+    # running | succeeded | failed | cancelled | exhausted (its budget of tokens is used up)
     state: str
     step: int
     max_steps: int

@@ -288,10 +288,10 @@ class BatchBuilder:
         self._group_of = {}
         return closed
 
-    def cancel(self) -> list[Drop]:
-        """Give up the batch being collected: everything that is not dropped yet, as cancelled."""
-        drops = [drop for group in self._groups for drop in self._give_up(group, DropReason.CANCELLED)]
-        drops += [Drop(sample_id=i, reason=DropReason.CANCELLED, is_open=True) for i in sorted(self.leaving)]
+    def cancel(self, reason: DropReason = DropReason.CANCELLED) -> list[Drop]:
+        """Give up the batch being collected: everything that is not dropped yet, for that reason."""
+        drops = [drop for group in self._groups for drop in self._give_up(group, reason)]
+        drops += [Drop(sample_id=i, reason=reason, is_open=True) for i in sorted(self.leaving)]
         self._groups = []
         self._group_of = {}
         self.leaving = set()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from turnmill.budget import Allowance
 from turnmill.config import Config
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
@@ -68,6 +69,7 @@ class Collector:
         ahead: Ahead,
         config: Config,
         stop: asyncio.Event,
+        allowance: Allowance,
     ) -> None:
         self._records = records
         self._rollouts = rollouts
@@ -75,6 +77,7 @@ class Collector:
         self._ahead = ahead
         self._config = config
         self._stop = stop
+        self._allowance = allowance
         # Why the most recent invalid sample has no reward.
         self.last_invalid = ""
         # By id, of the batch being collected: with a reward and not dropped, and the calls that they consumed.
@@ -86,6 +89,9 @@ class Collector:
     async def collect(self, tally: Tally, num_steps: int, beside: asyncio.Task[None] | None = None) -> Collected | None:
         """Play until the batch after `num_steps` optimizer steps is decided; None when asked to stop before that.
 
+        None, too, when the allowance is used up: what is being played then ends, and is trained if that decides the
+        batch, so that at most one batch is generated beyond it.
+
         Raises what `beside` ends with, if that comes first.
         """
         self._beside = beside
@@ -93,7 +99,9 @@ class Collector:
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
         try:
             while not self.builder.is_closed:
-                await self._request()
+                if not await self._request():
+                    await self.cancel(DropReason.BUDGET)
+                    return None
                 ended = await self._next_ended(stopped, tally)
                 if ended is None:
                     await self.cancel()
@@ -141,19 +149,23 @@ class Collector:
         finally:
             stopped.cancel()
 
-    async def cancel(self) -> None:
+    async def cancel(self, reason: DropReason = DropReason.CANCELLED) -> None:
         """Drop everything that was requested and is not in a batch, and what was computed of it."""
         self._played, self._groups = {}, []
         try:
-            await self._drop(self.builder.cancel(), Tally())
+            await self._drop(self.builder.cancel(reason), Tally())
         finally:
             await self._ahead.abandon()
 
-    async def _request(self) -> None:
+    async def _request(self) -> bool:
+        """False: nothing more may be asked for, and with nothing being played the batch would stay open for ever."""
+        if await self._allowance.look():
+            return self.builder.num_in_flight > 0
         draws = self.builder.draw()
         if draws:
             ids = await self._rollouts.request([(draw.task, draw.group_id) for draw in draws])
             self.builder.bind(draws, ids)
+        return True
 
     async def _next_ended(self, stopped: asyncio.Task[bool], tally: Tally) -> list[SampleRecord] | None:
         begun = time.monotonic()

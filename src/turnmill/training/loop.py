@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnmill import failpoints
+from turnmill.budget import Allowance
 from turnmill.config import Config
 from turnmill.errors import NoProgress
 from turnmill.ports import RunPorts
@@ -57,8 +58,8 @@ async def train(
     """Train up to step `config.max_steps`, or until `stop`, and leave the final checkpoint in `folder`/final.
 
     A run that has batches is gone on with (see `resume`). The outcome is in the run's `TrainingStatus` too: succeeded,
-    cancelled, or failed with the text of the error that is raised. When stopped, what is being collected is cancelled
-    and the last weights are exported.
+    cancelled, exhausted, or failed with the text of the error that is raised. When stopped, or when the run has used up
+    its tokens, what is being collected is given up and the last weights are exported.
     """
     status = await Status.open(ports.records, run.run_id, config.max_steps)
     training = _Training(ports, run.run_id, config, trainer, status, folder)
@@ -70,7 +71,8 @@ async def train(
             await status.write("cancelled", status.step)
             return
         builder = BatchBuilder(config, tasks, prefix=f"{status.incarnation}.", progress=progress)
-        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop)
+        allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
+        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop, allowance)
         state = await training.steps(collector, stop)
         position = builder.position
         checkpoint = await training.export(position) if state == "succeeded" or training.step else None
@@ -151,7 +153,7 @@ class _Training:
             before = (self._tally.num_ended, self._tally.num_invalid)
             collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
             if collected is None:
-                return "cancelled"
+                return "cancelled" if stop.is_set() else "exhausted"
             self._check_progress(collected.closed, collector.last_invalid, *before)
             if collected.groups:
                 await self._train(collector, collected)

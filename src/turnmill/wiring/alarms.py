@@ -10,7 +10,7 @@ from pathlib import Path
 from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, open_channels, secrets_of
 from turnmill.backends.embedded import look_at_root_records, only_one, open_root_records
 from turnmill.config.deployment import load_deployment
-from turnmill.errors import BackendUnavailable, Conflict
+from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
 from turnmill.wiring.evidence import command, failing_conversation, last_lines
 
@@ -79,8 +79,13 @@ async def raise_alarm(dispatcher: Dispatcher, alert: Alert) -> None:
         logger.error("this alert can't be recorded (%s): %s", error, alert.summary)
 
 
-def run_failed(root: Path, run: Run) -> Alert:
-    """The stage that failed, why, what its processes logged last, and a conversation that failed. Reads files."""
+def run_failed(root: Path, run: Run, failure: Exception | None = None) -> Alert:
+    """The stage that failed, why, what its processes logged last, and a conversation that failed. Reads files.
+
+    A budget that is used up is an alert of its own.
+    """
+    if isinstance(failure, BudgetExceeded):
+        return _budget_breached(root, run)
     stage = next((stage.name for stage in reversed(run.current_stages) if stage.state == "failed"), None)
     of = f" of {run.upload}" if run.upload else ""
     return new_alert(
@@ -92,6 +97,18 @@ def run_failed(root: Path, run: Run) -> Alert:
         error=run.error,
         log_lines=last_lines(root, run.run_id),
         conversation=failing_conversation(root, run.run_id),
+    )
+
+
+def _budget_breached(root: Path, run: Run) -> Alert:
+    """What was used up, where the run stopped, and the command that goes on; all of it is in the run's error."""
+    return new_alert(
+        AlertKind.BUDGET_BREACH,
+        f"run {run.run_id}" + (f" of {run.upload}" if run.upload else "") + " used up its budget and stopped",
+        command=command(root, "cost", run.run_id),
+        run_id=run.run_id,
+        error=run.error,
+        log_lines=last_lines(root, run.run_id),
     )
 
 

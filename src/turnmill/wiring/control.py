@@ -20,6 +20,7 @@ from typing import Any
 from turnmill import assets
 from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
+from turnmill.budget import Meter
 from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.values import suggest
 from turnmill.conversation.proxy import create_app, serve
@@ -36,6 +37,7 @@ from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
+from turnmill.wiring.costs import admitted
 from turnmill.wiring.measuring import play
 from turnmill.wiring.quarantine import is_sidecars, quarantine
 from turnmill.wiring.reading import as_seen, began
@@ -120,7 +122,8 @@ async def execute(
     """Run `order` to its end in this process (control and proxy) and its children (worker, replicas, trainer).
 
     Returns the final run record and what went wrong. `created` is told the run as soon as it exists. Without an
-    `origin` the run is a cause of its own; raises `Conflict` if there is a run of that id already.
+    `origin` the run is a cause of its own; raises `Conflict` if there is a run of that id already, and `InvalidInput`
+    for one that its budgets or the deployment's ceilings do not let begin.
     """
     token = new_token()
     origin = origin or Origin(run_id=new_run_id(), cause=f"cli/{secrets.token_hex(8)}")
@@ -140,6 +143,8 @@ async def execute(
         pid=os.getpid(),
         pid_began=began(os.getpid()),
     )
+    run = await admitted(root, run)
+    config = from_dict(run.config)
     runs = open_root_records(root)
     try:
         async with cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why:
@@ -166,6 +171,8 @@ async def begin(
         run, config = record.run, from_dict(record.run.config)
         try:
             await _check_queued(root, runs, run, config)
+            run = await admitted(root, run)
+            config = from_dict(run.config)
         except InvalidInput as error:
             await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
             return record.run, error
@@ -208,9 +215,11 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
     """The parts of a control process, for the stages of its run; all are closed in reverse."""
     ports = open_run(root, run.run_id, num_replicas=config.generation_replicas)
     launcher = ProcessLauncher(root)
-    evaluations = BackgroundEvaluations(partial(play, ports, run, config))
+    meter = Meter(ports.records, run, root=root)
+    evaluations = BackgroundEvaluations(partial(play, ports, run, config, meter))
     sessions = Sessions(ports, run=run, config=config)
     try:
+        await meter.start()
         async with sessions, serve(create_app(sessions)) as port:
             url = f"http://127.0.0.1:{port}"
             sessions.base_url = url
@@ -232,11 +241,13 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     claim=partial(_claim, ports, run),
                     worker_env=worker_env,
                     check=sessions.check,
+                    meter=meter,
                 )
             finally:
                 await evaluations.close()
                 await launcher.close()
     finally:
+        await meter.close()
         ports.close()
 
 

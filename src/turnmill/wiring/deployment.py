@@ -21,7 +21,9 @@ from pathlib import Path
 
 from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import FolderBucket, only_one, open_bucket, open_root_records
+from turnmill.budget import within_ceilings
 from turnmill.config import Resolved, to_dict
+from turnmill.config.deployment import load_limits
 from turnmill.errors import BackendUnavailable, Cancelled, ConfigError, Conflict, TurnmillError
 from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
@@ -84,7 +86,7 @@ class Deployment:
         # Causes of the uploads that could not be taken so far.
         self._put_off: set[str] = set()
         # That of uploads whose own can't be used; the file may be changed while the deployment is up.
-        self._base = layers.resolve(None)
+        self._base = within_ceilings(layers.resolve(None), load_limits(root)[0])
 
     @property
     def folder(self) -> Path:
@@ -198,13 +200,17 @@ class Deployment:
     def _resolved(self, sidecar: Path | None) -> tuple[str | None, str | None, Resolved]:
         """(what is wrong with the deployment's own parameters, with those of the upload, the parameters to record)."""
         try:
-            return None, None, self._layers.resolve(sidecar)
+            return None, None, self._within_ceilings(sidecar)
         except ConfigError as error:
             try:
-                return None, str(error), self._layers.resolve(None)
+                return None, str(error), self._within_ceilings(None)
             except ConfigError as of_all:
                 # No fault of the upload, which stays where it is: `turnmill retry` does it again.
                 return str(of_all), None, self._base
+
+    def _within_ceilings(self, sidecar: Path | None) -> Resolved:
+        """Raises `ConfigError`, also for parameters beyond what the deployment allows."""
+        return within_ceilings(self._layers.resolve(sidecar), load_limits(self._root)[0])
 
     # ------------------------------------------------------------ runs
 
@@ -270,7 +276,7 @@ class Deployment:
                 why = f": {failure}" if failure else ""
                 self._tell(News(text=f"run {run.run_id} {ended.status}{why}", run=ended))
                 if ended.status is RunStatus.FAILED:
-                    await self._alarm(await asyncio.to_thread(run_failed, self._root, ended))
+                    await self._alarm(await asyncio.to_thread(run_failed, self._root, ended, failure))
         except BackendUnavailable as error:
             await self._put_back(run.run_id, error, stop)
         finally:
@@ -299,7 +305,7 @@ class Deployment:
             run = await self._change(run_id, RunStatus.FAILED, text)
             if run.status is RunStatus.FAILED:
                 self._tell(News(text=f"run {run_id} failed: {text}", run=run))
-                await self._alarm(await asyncio.to_thread(run_failed, self._root, run))
+                await self._alarm(await asyncio.to_thread(run_failed, self._root, run, error))
 
     async def _alarm(self, alert: Alert) -> None:
         if self._alarms is not None:

@@ -4,25 +4,31 @@ import asyncio
 from pathlib import Path
 
 from turnmill import failpoints
+from turnmill.budget import Allowance, Meter
 from turnmill.config import Config
-from turnmill.errors import Conflict
-from turnmill.evaluation import Evaluation, Progress, evaluate, measure_baseline
+from turnmill.errors import BudgetExceeded, Conflict
+from turnmill.evaluation import Evaluation, Progress, Ration, evaluate, measure_baseline
 from turnmill.intake.dataset import read_tasks
+from turnmill.pipeline.budget import trainer_says
 from turnmill.ports import RunPorts, Write
 from turnmill.records import Baseline, Purpose, Run, encode
 from turnmill.rollout.scheduler import Scheduler
 
 
 async def play(
-    ports: RunPorts, run: Run, config: Config, name: str, path: Path, purpose: Purpose, progress: Progress
+    ports: RunPorts, run: Run, config: Config, meter: Meter, name: str, path: Path, purpose: Purpose, progress: Progress
 ) -> Evaluation | Baseline:
     """Evaluate on the tasks of a file, or play the baseline on them and record what came of it."""
     tasks = await asyncio.to_thread(read_tasks, path)
     scheduler = Scheduler(ports.records, ports.rollout_request, ports.rollout_response, run.run_id, purpose, config)
+    allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
+    ration = Ration(allowance=allowance, batch_size=config.global_batch_size) if config.budget_tokens else None
     await scheduler.start()
     try:
         if purpose is Purpose.BASELINE:
-            baseline = await measure_baseline(tasks, scheduler, run=run, config=config, progress=progress)
+            baseline = await measure_baseline(
+                tasks, scheduler, run=run, config=config, progress=progress, ration=ration
+            )
             failpoints.hit("baseline-played")
             await _record(ports, baseline)
             failpoints.hit("baseline-recorded")
@@ -34,7 +40,10 @@ async def play(
             num_rollouts=config.eval_rollouts,
             threshold=config.success_threshold,
             progress=progress,
+            ration=ration,
         )
+    except BudgetExceeded as error:
+        raise await meter.exceeded("budget_tokens", await trainer_says(ports, run.run_id)) from error
     finally:
         await scheduler.close()
 

@@ -8,13 +8,15 @@ What the trainer does to go on is its own affair (`training.resume`): it looks a
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
-from turnmill.config import Config, Resolved, from_dict
+from turnmill.budget import raised
+from turnmill.config import Resolved, from_dict, to_dict
+from turnmill.config.deployment import load_limits
 from turnmill.errors import Cancelled, Conflict, InvalidInput, TurnmillError
 from turnmill.intake.dataset import validate
 from turnmill.pipeline.engine import RunRecord
@@ -23,6 +25,7 @@ from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, repli
 from turnmill.training.history import live_batches, scan_all, settle, supersede
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
+from turnmill.wiring.costs import check_unspent
 from turnmill.wiring.reading import as_seen, began
 from turnmill.wiring.walking import walk_monitored
 
@@ -39,21 +42,25 @@ async def resume(
     created: Callable[[Run], None],
     when_cancelled: RunStatus = RunStatus.CANCELLED,
     alarms: Dispatcher | None = None,
+    budgets: Mapping[str, float] = {},
 ) -> tuple[Run, TurnmillError | None]:
     """Take a failed, cancelled or interrupted run to its end, as `control.execute` does with a new one.
 
     With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
     `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
-    `when_cancelled`: its status when `cancel` is set. `alarms`: see `walk_monitored`.
+    `when_cancelled`: its status when `cancel` is set. `alarms`: see `walk_monitored`. `budgets`: parameters of
+    `budget.PARAMETERS`, higher than before.
     """
     runs = open_root_records(root)
     try:
         record = await RunRecord.open(runs, run_id)
         run = record.run
         check_run(run, from_step)
-        config = from_dict(run.config)
+        resolved = raised(from_dict(run.config), run.sources, budgets, load_limits(root)[0])
+        config = resolved.config
+        await check_unspent(root, replace(run, config=to_dict(config), sources=resolved.sources))
         async with cancellable(runs, run_id, cancel, when_cancelled) as why:
-            token = await _take_over(root, record, config, from_step, cancel)
+            token = await _take_over(root, record, resolved, from_step, cancel)
             created(record.run)
             async with open_control(root, record.run, config, token) as ctx:
                 return await walk_monitored(root, ctx, record, why, alarms)
@@ -62,16 +69,16 @@ async def resume(
 
 
 async def _take_over(
-    root: Path, record: RunRecord, config: Config, from_step: int | None, cancel: asyncio.Event
+    root: Path, record: RunRecord, resolved: Resolved, from_step: int | None, cancel: asyncio.Event
 ) -> str:
     """Make the run this process's own, rid of what earlier ones left; the token of its workers."""
     run_id = record.run.run_id
-    ports = open_run(root, run_id, num_replicas=config.generation_replicas)
+    ports = open_run(root, run_id, num_replicas=resolved.config.generation_replicas)
     try:
         await _check_step(ports, run_id, from_step)
         await _wait_for_orphans(root, run_id, cancel)
         token = new_token()
-        await _claim(record, hash_of(token))
+        await _claim(record, resolved, hash_of(token))
         await _prepare(ports, run_id, from_step)
         return token
     finally:
@@ -139,13 +146,15 @@ async def _wait_for_orphans(root: Path, run_id: str, cancel: asyncio.Event) -> N
         await asyncio.gather(waiting, cancelled, return_exceptions=True)
 
 
-async def _claim(record: RunRecord, token_hash: str) -> None:
+async def _claim(record: RunRecord, resolved: Resolved, token_hash: str) -> None:
     run = record.run
     try:
         await record.save(
             replace(
                 run,
                 status=RunStatus.ACTIVE,
+                config=to_dict(resolved.config),
+                sources=resolved.sources,
                 attempt=run.attempt + 1,
                 resumed_at=time.time(),
                 ended_at=None,

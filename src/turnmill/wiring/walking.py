@@ -39,13 +39,17 @@ async def walk_monitored(
             await monitor.recall(run.created_at)
         except BackendUnavailable as error:
             logger.warning("earlier alerts of run %s can't be read, and stay open: %s", run.run_id, error)
+        failure: TurnmillError | None = None
         try:
             async with monitored(monitor, f"monitor {run.run_id}"):
-                return await walk(watched_ctx, stages_of(run.kind), record, cancel.event, when_cancelled=cancel.status)
+                ended, failure = await walk(
+                    watched_ctx, stages_of(run.kind), record, cancel.event, when_cancelled=cancel.status
+                )
+            return ended, failure
         finally:
             await monitor.end(record.run.status)
             if alarms is None and record.run.status is RunStatus.FAILED:
-                await raise_alarm(dispatcher, await asyncio.to_thread(run_failed, root, record.run))
+                await raise_alarm(dispatcher, await asyncio.to_thread(run_failed, root, record.run, failure))
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from tests.unit.generation.bench import (
     write_weights,
 )
 from turnmill.errors import RecordCorrupt
-from turnmill.ports import Message, Outbox, RunPorts, Write
+from turnmill.ports import Count, Message, Outbox, RunPorts, Write
 from turnmill.records import Purpose, ReplicaStatus, Sampling, Version, call_key, decode, encode, replica_key
 
 
@@ -209,11 +209,11 @@ class SlowAnswers:
         self.has_calls = asyncio.Event()
         self.may_write = asyncio.Event()
 
-    async def write(self, entries: Sequence[tuple[Write, Message]]) -> list[bool]:
+    async def write(self, entries: Sequence[tuple[Write, Message]], counts: Sequence[Count] = ()) -> list[bool]:
         if entries:
             self.has_calls.set()
             await self.may_write.wait()
-        return await self._answers.write(entries)
+        return await self._answers.write(entries, counts)
 
 
 async def test_a_request_that_comes_again_before_its_answer_is_recorded_is_not_sampled_again(

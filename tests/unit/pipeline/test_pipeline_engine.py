@@ -377,8 +377,8 @@ Preflight          train,eval  timeout   300  expected  10  retries 3: infrastru
 DeployRunInfra     train,eval  timeout   120  expected   5  retries 3: infrastructure
 StartGeneration    train,eval  timeout   600  expected  60  retries 3: infrastructure
 StartRewardWorkers train,eval  timeout   120  expected  10  retries 3: infrastructure
-SubmitTraining     train       timeout 86400  expected 600  retries 3: infrastructure
-Evaluate           train,eval  timeout 86400  expected 120  retries 3: infrastructure
+SubmitTraining     train       timeout 86520  expected 600  retries 3: infrastructure
+Evaluate           train,eval  timeout 86520  expected 120  retries 3: infrastructure
 Publish            train       timeout  3600  expected  30  retries 3: infrastructure
 Teardown           train,eval  timeout   120  expected  20  retries 3: infrastructure
 """

@@ -123,7 +123,7 @@ def open_run(root: Path, run_id: str, *, num_replicas: int) -> RunPorts:
     folder = _run_folder(root, run_id)
     runs = open_root_records(root)
     calls = Database(folder / "records" / "calls.db", RECORDS_SCHEMA + QUEUE_SCHEMA)
-    records = SqliteRecordStore(folder / "records", shared={"calls": calls})
+    records = SqliteRecordStore(folder / "records", shared={"calls": calls, "tokens": calls})
     names = ["rollout_request", "rollout_response"]
     names += [f"generate_request-{index}" for index in range(num_replicas)]
     queues = {name: SqliteQueue(folder / "queues" / f"{name}.db") for name in names}
