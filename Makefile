@@ -22,6 +22,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[train,dev]' -c constraints.txt
 	@touch $@
 
+# What the tests of an extra need that is too heavy for everybody.
+$(VENV)/.mlflow: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[mlflow]' -c constraints.txt
+	@touch $@
+
 demo: install
 	@$(BIN)/turnmill demo $(DEMO_ARGS)
 
@@ -45,7 +50,7 @@ test-control-plane: install
 
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
-verify: check
+verify: check $(VENV)/.mlflow
 	$(BIN)/pytest -n 2
 	$(if $(FULL),$(MAKE) faults)
 	$(MAKE) bench

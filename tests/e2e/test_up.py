@@ -66,7 +66,7 @@ def _upload_and_serve(root: Path, folder: Path, sidecar: Path) -> None:
     assert good["steps"] == 2, "the sidecar's"
     check_accounting(root, good)
     started = [path.name for path in (root / "runs" / runs["bad.jsonl"]["run_id"]).glob("logs/*")]
-    assert started == [], "no process was started for the bad one"
+    assert started == ["control.log"], "no process was started for the bad one"
 
 
 def test_a_killed_control_goes_on_with_its_run_and_a_stopped_one_with_those_that_wait(tmp_path: Path) -> None:

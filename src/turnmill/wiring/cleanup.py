@@ -31,7 +31,19 @@ from turnmill.backends.embedded import (
 from turnmill.errors import BackendUnavailable, Conflict, InvalidInput, NotFound
 from turnmill.intake.claims import Claim, claim_key
 from turnmill.ports import RecordStore, Write
-from turnmill.records import LATEST_MODEL_PREFIX, LatestModel, Run, RunStatus, cancel_key, decode, encode, run_key
+from turnmill.records import (
+    LATEST_MODEL_PREFIX,
+    LatestModel,
+    Run,
+    RunStatus,
+    cancel_key,
+    decode,
+    encode,
+    queued_key,
+    retry_key,
+    run_key,
+    trigger_dead_letter_key,
+)
 from turnmill.wiring.cancelling import ask
 from turnmill.wiring.cleanup_plan import (
     Plan,
@@ -211,7 +223,9 @@ async def _forget_content(root: Path, run: Run, *, models: bool) -> None:
 
 
 async def _forget_run(root: Path, run_id: str) -> None:
-    await _write(root, [Write(key=key, value=None, expected=None) for key in (cancel_key(run_id), run_key(run_id))])
+    """The run itself goes last: by it the command is found again."""
+    keys = (trigger_dead_letter_key(run_id), retry_key(run_id), queued_key(run_id), cancel_key(run_id), run_key(run_id))
+    await _write(root, [Write(key=key, value=None, expected=None) for key in keys])
 
 
 async def _write(root: Path, writes: Sequence[Write]) -> None:

@@ -29,12 +29,21 @@ _PARTS = {
     "weights": "weights",
     "blobs": "blobs",
     "metrics.jsonl": "metrics",
+    "restarts.jsonl": "restarts of roles",
     "data": "the run's copy of its data",
     "logs": "logs",
     "locks": "locks",
 }
 # Of a deployment, in the order in which they are removed: what says what there is goes last.
-ROOT_PARTS = {"runs": "runs", "bucket": "the bucket", "logs": "logs", "records": "records", "locks": "locks"}
+ROOT_PARTS = {
+    "runs": "runs",
+    "bucket": "the bucket",
+    "control.json": "address of the API",
+    "control.token": "token of the API",
+    "logs": "logs",
+    "records": "records",
+    "locks": "locks",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +157,12 @@ def _parts_of(folder: Path) -> list[Item]:
 
 
 def _data_of(root: Path, run: Run) -> list[Item]:
-    """What lies in the bucket of a run: the upload, if it is still what the run was made of, and what was published."""
+    """What lies in the bucket of a run: the upload, if it is still what the run was made of, and what came of it."""
     bucket = open_bucket(root)
     paths = bucket.paths_of(run.upload, run.cause) if run.upload is not None else []
-    published = root / "bucket" / "models" / run.run_id
     items = [item for path in paths for item in _items("upload", path)]
-    return items + _items("published model", published)
+    items += _items("upload in quarantine", root / "bucket" / "quarantine" / run.run_id)
+    return items + _items("published model", root / "bucket" / "models" / run.run_id)
 
 
 def _items(what: str, path: Path) -> list[Item]:
