@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, to_http, until_disconnect
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
@@ -24,67 +25,17 @@ from turnmill.conversation.serving import listening
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import (
     BackendUnavailable,
-    CallTimeout,
-    Conflict,
-    GenerationFailed,
-    InvalidInput,
     InvalidRequest,
-    LeaseLost,
-    NotFound,
-    RecordCorrupt,
     ShuttingDown,
     TurnmillError,
-    Unauthorized,
 )
 from turnmill.records import encode
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_WAIT_S = 30.0
 MAX_ROLLOUTS = 4096
 _CHAT = re.compile(r"/a/([A-Za-z0-9_\-]{16,128})/v1/chat/completions")
-
-
-class HttpError(Exception):
-    """An answer that is no success, with the fields of an OpenAI error."""
-
-    def __init__(self, *, status: int, type: str, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self._error = {"message": message, "type": type, "param": param, "code": code}
-
-    def body(self) -> bytes:
-        return encode({"error": self._error})
-
-
-def to_http(error: TurnmillError) -> HttpError:
-    """The one place that knows which domain error is which status."""
-    text = str(error)
-    if isinstance(error, InvalidRequest):
-        return HttpError(status=400, type="invalid_request_error", code=error.code, message=text, param=error.param)
-    if isinstance(error, GenerationFailed):
-        # The client's fault only where the replica says so; anything else may be tried again.
-        if error.code == "context_length_exceeded" or error.code.startswith("invalid"):
-            return HttpError(status=400, type="invalid_request_error", code=error.code, message=text)
-        return HttpError(status=500, type="server_error", code=error.code, message=text)
-    for kind, status, type_, code in _STATUSES:
-        if isinstance(error, kind):
-            return HttpError(status=status, type=type_, code=code, message=text)
-    return HttpError(status=500, type="server_error", code="internal_error", message=text)
-
-
-_STATUSES: tuple[tuple[type[TurnmillError], int, str, str], ...] = (
-    (Unauthorized, 401, "authentication_error", "invalid_api_key"),
-    (LeaseLost, 409, "conflict_error", "attempt_over"),
-    (Conflict, 409, "conflict_error", "reported_otherwise"),
-    (NotFound, 404, "invalid_request_error", "not_found"),
-    (InvalidInput, 400, "invalid_request_error", "invalid_request"),
-    (CallTimeout, 504, "server_error", "call_timeout"),
-    (ShuttingDown, 503, "server_error", "shutting_down"),
-    (BackendUnavailable, 503, "server_error", "backend_unavailable"),
-    (RecordCorrupt, 500, "server_error", "record_corrupt"),
-)
 
 
 def create_app(sessions: Sessions) -> "App":
@@ -131,8 +82,8 @@ class App:
         if route is None:
             known = chat is not None or any(path == known_path for _, known_path in self._routes)
             if known:
-                raise _http(405, "method_not_allowed", f"{method} is not served here")
-            raise _http(404, "not_found", "no such route")
+                raise refusal(405, "method_not_allowed", f"{method} is not served here")
+            raise refusal(404, "not_found", "no such route")
         return await route(scope, receive, b"" if method == "GET" else await read_body(receive))
 
     # ------------------------------------------------------------ routes
@@ -182,43 +133,6 @@ class App:
 
 
 # ---------------------------------------------------------------- requests and answers
-
-
-def _http(status: int, code: str, message: str) -> HttpError:
-    return HttpError(status=status, type="invalid_request_error", code=code, message=message)
-
-
-async def read_body(receive: Receive) -> bytes:
-    """The whole body; raises `HttpError` 413 as soon as it is known to be too large."""
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            raise _http(400, "incomplete", "the client went away before its request was complete")
-        chunk: bytes = event.get("body", b"")
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise _http(413, "body_too_large", f"a body holds at most {MAX_BODY_BYTES} bytes")
-        if not event.get("more_body"):
-            return b"".join([*chunks, chunk])
-        chunks.append(chunk)
-
-
-async def until_disconnect(receive: Receive) -> None:
-    """Returns when the client has gone away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def bearer_of(scope: Scope) -> str:
-    """The token that a client shows; raises `Unauthorized` where it shows none."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, token = value.decode("latin-1").partition(" ")
-            if scheme.lower() == "bearer" and token.strip():
-                return str(token.strip())
-    raise Unauthorized("an Authorization header with a bearer token is needed")
 
 
 def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from turnmill.conversation.asgi import HttpError, bearer_of, read_body, to_http, until_disconnect
 from turnmill.conversation.exchange import Receive, Scope, Send
-from turnmill.conversation.proxy import HttpError, bearer_of, read_body, to_http, until_disconnect
 from turnmill.errors import ShuttingDown, TurnmillError, Unauthorized
 from turnmill.records import encode
 from turnmill.serving.answers import Answerer, Choice, Piece

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from turnmill.conversation.proxy import MAX_BODY_BYTES
+from turnmill.conversation.asgi import MAX_BODY_BYTES
 from turnmill.records import DropReason, InvalidReason, SampleState
 
 if TYPE_CHECKING:
