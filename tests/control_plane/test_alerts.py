@@ -67,6 +67,7 @@ def poison(running: Running) -> None:
 def test_a_crash_loop_and_dead_letters_are_told_of_while_the_run_goes_on_and_over_when_it_is(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    """Defect 25: the death of a worker and dead letters raise no alarm."""
     root = tmp_path / "a root"
     with webhook(root) as told:
         with start_run(root, max_steps="500") as running:
@@ -117,6 +118,7 @@ def test_a_slow_stage_is_told_of_and_over_when_it_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_failed_in_the_foreground_is_told_of_by_whoever_delivers(tmp_path: Path) -> None:
+    """Defect 24: alerts that can not be delivered."""
     root = tmp_path / "root"
     with webhook(root) as told:
         with start_up(root) as up:

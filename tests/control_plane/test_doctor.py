@@ -28,6 +28,7 @@ def test_there_are_twelve_stalls() -> None:
 def test_the_doctor_and_the_watchdog_name_the_part_that_halts_a_run(
     tmp_path: Path, stall: Stall, record_property: Record
 ) -> None:
+    """Defect 25: a backlog and a stall raise no alarm."""
     if stall.role == "disk" and (why := disk.why_not()) is not None:
         pytest.skip(why)
     with place_of(stall, tmp_path) as root:

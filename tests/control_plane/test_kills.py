@@ -44,6 +44,7 @@ def _is_dead(running: Running) -> Callable[[], bool]:
 def test_control_is_killed_in_every_stage_and_the_run_comes_to_its_end(
     tmp_path: Path, point: str, record_property: Callable[[str, object], None]
 ) -> None:
+    """Defects 9, 12 and 13: a stage that is started again finds what it had started, and starts nothing twice."""
     root = tmp_path / "root"
     failpoints = root / "failpoints"
     failpoints.mkdir(parents=True)

@@ -45,6 +45,7 @@ def test_a_run_trains_evaluates_and_leaves_a_checkpoint_that_transformers_loads(
 
 @pytest.mark.parametrize("name", ["worker-0", "replica-0"])
 def test_a_killed_role_is_started_again_and_nothing_is_lost_or_doubled(tmp_path: Path, name: str) -> None:
+    """Defect 11: nobody starts a worker again that died."""
     with start_run(tmp_path) as running:
         wait_for("first step", running.num_steps, running.process)
         killed = running.kill(name)

@@ -12,6 +12,7 @@ from turnmill import assets
 
 
 def test_uploads_train_by_themselves_and_bad_ones_say_why(tmp_path: Path) -> None:
+    """Defects 5 and 6: a nested key makes one run, and its data is looked at before anything is started."""
     root, sidecar = tmp_path / "root", tmp_path / "mine.toml"
     folder = root / "bucket" / "training-data"
     folder.mkdir(parents=True)
@@ -70,6 +71,7 @@ def _upload_and_serve(root: Path, folder: Path, sidecar: Path) -> None:
 
 
 def test_a_killed_control_goes_on_with_its_run_and_a_stopped_one_with_those_that_wait(tmp_path: Path) -> None:
+    """Defects 7 and 23: runs of one day share nothing, and the second one waits for its turn."""
     root = tmp_path / "root"
     sidecar = tmp_path / "other.toml"
     sidecar.write_text("seed = 1\n")

@@ -39,6 +39,7 @@ def test_without_any_layer_each_value_is_its_default() -> None:
 
 
 def test_each_layer_overrides_the_ones_before_it_and_is_named_as_the_source(tmp_path: Path) -> None:
+    """Defect 15: defaults that win over what was set."""
     layers = ["recipe", "file", "environment", "flag", "sidecar"]
     keys = ["max_steps", "seed", "eval_rollouts", "torch_threads", "max_attempts"]
     files = {}
@@ -112,6 +113,7 @@ def test_text_from_the_environment_and_the_command_line_is_parsed_by_type(name: 
     ],
 )
 def test_text_that_does_not_fit_names_key_value_and_source(name: str, text: str) -> None:
+    """Defects 17 and 18: values that nobody checks fail late, or arrive as the text "null"."""
     with pytest.raises(ConfigError, match=rf"(?s){name} = .*\(TURNMILL_{name.upper()}\): must be "):
         load_config(environ={f"TURNMILL_{name.upper()}": text})
 

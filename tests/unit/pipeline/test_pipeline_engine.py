@@ -28,11 +28,28 @@ from turnmill.errors import (
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.engine import RunRecord, load_run, walk
 from turnmill.pipeline.failures import classify
-from turnmill.pipeline.processes import check_roles, poll_training, start_training
+from turnmill.pipeline.processes import (
+    check_roles,
+    poll_reward_workers,
+    poll_training,
+    start_reward_workers,
+    start_training,
+)
 from turnmill.pipeline.stage import Done, Handle, Retry, Running, Stage, StageContext
 from turnmill.pipeline.stages import STAGES, stages_of
 from turnmill.ports import RecordStore, RoleSpec, Write
-from turnmill.records import ErrorClass, Purpose, Run, RunKind, RunStatus, TrainingStatus, Version, encode, training_key
+from turnmill.records import (
+    ErrorClass,
+    Purpose,
+    Run,
+    RunKind,
+    RunStatus,
+    TrainingStatus,
+    Version,
+    WorkerStatus,
+    encode,
+    training_key,
+)
 
 
 def new_run(**changes: Any) -> Run:
@@ -445,4 +462,23 @@ async def test_what_an_earlier_trainer_said_does_not_end_the_training_that_goes_
         await poll_training(ctx, handle)
     await say("succeeded", 3)
     assert isinstance(await poll_training(ctx, handle), Done)
+    await ctx.launcher.close()
+
+
+async def test_workers_are_there_when_each_has_asked_for_work_and_not_when_they_were_started(
+    world: World, tmp_path: Path
+) -> None:
+    """Defect 10: a launch that nobody looks after counts as done."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    ctx = replace(world.ctx, launcher=ProcessLauncher(tmp_path, command=[str(program)]))
+    handle = await start_reward_workers(ctx)
+    assert await start_reward_workers(ctx) == handle, "started again it starts nothing twice"
+    assert len(await ctx.launcher.statuses()) == 1
+    assert await poll_reward_workers(ctx, handle) == Running(detail="0 of 1 workers are ready")
+    (name,) = handle["workers"]
+    status = WorkerStatus(run_id="r1", worker=name, since=1.0)
+    await ctx.ports.records.write([Write(key=status.key, value=encode(status), expected=None)])
+    assert isinstance(await poll_reward_workers(ctx, handle), Done)
     await ctx.launcher.close()
