@@ -72,7 +72,9 @@ def check_held(root: Path, name: str, run_id: str, letter: dict[str, Any]) -> No
     assert report["digest"] == letter["input"]["digest"] and report["num_problems"] >= 1
     assert f"{name}.jsonl was not trained on" in (held / "report.md").read_text()
     status = json.loads(turnmill(root, "status", run_id, "--json").stdout)
-    assert str(held) in status["error"]
+    # It speaks of the upload, not of the copy that was read, and says what to do.
+    assert str(held) in status["error"] and f"turnmill dlq redrive trigger/{run_id} --root {root}" in status["error"]
+    assert f"runs/{run_id}/data" not in status["error"]
     started = {"Preflight", "StartGeneration", "StartRewardWorkers", "SubmitTraining"}
     assert not started & {stage["name"] for stage in status["stages"]}
     # What the control process itself did for the run.
@@ -106,6 +108,22 @@ def test_a_kill_at_any_moment_of_a_quarantine_is_made_good_by_the_next_start(
         assert {path.name for path in held.iterdir()} == expected
     assert len(letters_of(root)) == len(runs_of(root)) == len(POINTS)
     assert list(folder.iterdir()) == []
+
+
+def test_bad_held_out_tasks_of_an_upload_fail_its_run_and_say_what_to_put_where(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    folder = root / "bucket" / "training-data" / "team"
+    folder.mkdir(parents=True)
+    (folder / "mine.eval.jsonl").write_bytes(b'{"id": "a"}\n')
+    (folder / "mine.jsonl").write_bytes(GOOD)
+    with start_up(root) as running:
+        wait_for("its end", partial(has_status, root, "team/mine.jsonl", "failed"), running.process)
+    assert runs_of(root)["team/mine.jsonl"]["error"].splitlines()[:3] == [
+        "team/mine.eval.jsonl: 1 problem in the data:",
+        "  put a correct team/mine.eval.jsonl beside team/mine.jsonl, and team/mine.jsonl there once more",
+        "  team/mine.eval.jsonl:1: metadata: is missing [required]",
+    ]
+    assert letters_of(root) == [], "the upload itself is good"
 
 
 def test_a_corrected_upload_that_is_redriven_is_taken_anew_and_a_purged_one_is_gone(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, n
             if pace.seconds_per_token
             else f"measured in {pace.num_steps} steps of earlier runs"
         )
-    played = f"{num_steps} steps of {config.global_batch_size} rollouts, {num_eval_rollouts} rollouts of evaluations"
+    steps = f"{num_steps} steps of {config.global_batch_size} rollouts, " if num_steps else ""
+    played = f"{steps}{num_eval_rollouts} rollouts of evaluations"
     return Forecast(
         tokens=tokens,
         hours=hours,

@@ -25,8 +25,9 @@ KINDS = [str(kind) for kind in AlertKind]
     "--kind",
     "kinds",
     multiple=True,
-    type=click.Choice([str(kind) for kind in AlertKind]),
-    help="Only this; repeatable.",
+    type=click.Choice(KINDS),
+    metavar="KIND",
+    help=f"Only this kind, repeatable: {', '.join(KINDS)}.",
 )
 @click.option("--resolve", "resolved_id", metavar="ALERT", help="Tell everybody who was told that this one is over.")
 @json_option("Print a list of objects, one an alert, evidence and deliveries included.")

@@ -10,7 +10,7 @@ from turnmill.cli.cost import cost
 from turnmill.cli.data import data
 from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
-from turnmill.cli.errors import SuggestingGroup
+from turnmill.cli.errors import SectionedGroup
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
 from turnmill.cli.retry import retry
@@ -20,15 +20,29 @@ from turnmill.cli.serve import serve
 from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
+SECTIONS = {
+    "Train": (demo, data, run, up, upload, cancel, resume, retry),
+    "Use what was trained": (evaluate, serve, chat),
+    "Look": (runs, status, watch, logs, queues, cost, alerts),
+    "Put right": (doctor, dlq, cleanup),
+    "Of processes": (role,),
+}
 
-@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=SectionedGroup,
+    sections={title: [command.name for command in commands] for title, commands in SECTIONS.items()},
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 fine, 1 it failed while running, 2 what was given can't be used, 130 interrupted.",
+)
 @click.version_option(__version__, prog_name="turnmill")
 def turnmill() -> None:
-    """Multi-turn reinforcement learning for LLM agents, driven by events."""
+    """Multi-turn reinforcement learning for LLM agents, driven by events.
+
+    `turnmill demo` is the shortest way to see it; COMMAND --help says more of each.
+    """
 
 
-for command in (
-    *(demo, up, upload, run, cancel, resume, retry, evaluate, serve, chat),
-    *(runs, status, watch, doctor, logs, queues, alerts, dlq, cost, cleanup, data, role),
-):
-    turnmill.add_command(command)
+for section in SECTIONS.values():
+    for command in section:
+        turnmill.add_command(command)

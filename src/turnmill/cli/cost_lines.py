@@ -1,6 +1,6 @@
 """How costs and forecasts look in a terminal: pure functions from records to text and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -17,10 +17,9 @@ def forecast_lines(found: Mapping[str, Any] | None) -> list[str]:
     return [f"forecast: {_forecast(found)}", *(f"  {line}" for line in found["assumptions"])]
 
 
-def cost_line(cost: RunCost) -> str:
-    """What a run has used, and what was expected, in one line."""
-    forecast = f"; forecast {_forecast(cost.run.forecast)}" if cost.run.forecast else ""
-    return f"cost: {_figures(cost)}{forecast}"
+def cost_lines_in_short(cost: RunCost) -> list[str]:
+    """What a run has used, and what was expected."""
+    return [f"cost: {_figures(cost)}", *forecast_lines(cost.run.forecast)[:1]]
 
 
 def cost_lines(cost: RunCost) -> list[str]:
@@ -58,7 +57,7 @@ def costs_table(costs: Sequence[RunCost]) -> Table:
             render.duration(cost.spent.run_s),
             f"{cost.spent.num_tokens:,}",
             f"{cost.spent.usd:.2f}",
-            _range(cost.run.forecast["usd"], ".2f") if cost.run.forecast else "",
+            _range(cost.run.forecast["usd"], _dollars) if cost.run.forecast else "",
         )
     return table
 
@@ -73,13 +72,20 @@ def _figures(cost: RunCost) -> str:
 
 
 def _forecast(found: Mapping[str, Any]) -> str:
-    hours = _range(found["hours"], ".2g")
-    return f"{hours} h, {_range(found['tokens'], ',.0f')} generated tokens, {_range(found['usd'], '.2f')} USD"
+    time = _range(found["hours"], lambda hours: render.duration(hours * 3600))
+    tokens = _range(found["tokens"], lambda count: f"{count:,.0f}")
+    return f"{time}, {tokens} generated tokens, {_range(found['usd'], _dollars)} USD"
 
 
-def _range(found: Mapping[str, Any], form: str) -> str:
-    """`likely (low to high)`, a question mark for what was not measured."""
-    if found["low"] == found["high"]:
-        return format(found["high"], form)
-    likely = "?" if found["likely"] is None else format(found["likely"], form)
-    return f"{likely} ({format(found['low'], form)} to {format(found['high'], form)})"
+def _dollars(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _range(found: Mapping[str, Any], shown: Callable[[float], str]) -> str:
+    """`likely (low to high)`, or what is known where nothing was measured."""
+    low, high = shown(found["low"]), shown(found["high"])
+    if low == high:
+        return high
+    if found["likely"] is None:
+        return f"{low} to {high}" if found["low"] else f"at most {high}"
+    return f"{shown(found['likely'])} ({low} to {high})"

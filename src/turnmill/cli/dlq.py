@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.cli import render
-from turnmill.cli.show import find_run, json_option, root_option
-from turnmill.cli.view import PlainConsole, say
+from turnmill.cli.errors import SuggestingGroup
+from turnmill.cli.show import at_root, find_run, json_option, root_option
+from turnmill.cli.view import PlainConsole, command, say
 from turnmill.errors import InvalidInput, TurnmillError, printable
 from turnmill.wiring.dead_letters import Letter, LetterKind, choose_letter, look_at_letters
 from turnmill.wiring.dead_letters import purge as purge_letter
@@ -39,7 +40,7 @@ def choice_options(command: F) -> F:
     return click.argument("letter_id", metavar="[ID]", required=False)(command)
 
 
-@click.group(short_help="List, redrive or purge what was given up.")
+@click.group(cls=SuggestingGroup, short_help="List, redrive or purge what was given up.")
 def dlq() -> None:
     """Dead letters: uploads that can't be trained, rollouts that no attempt ended, messages received too often, and
     alerts that a channel did not take."""
@@ -81,7 +82,7 @@ def show(letter_id: str, root: Path, as_json: bool) -> None:
         say(console, f"{name}: {value if isinstance(value, str) else json.dumps(value)}")
     for name, version in letter.versions.items():
         say(console, f"version of {name}: {version}")
-    say(console, f"next: turnmill dlq redrive {letter.letter_id} --root {root}")
+    say(console, command(f"next: turnmill dlq redrive {letter.letter_id}{at_root(root)}"))
 
 
 @dlq.command()
@@ -117,10 +118,10 @@ def redrive(
         raise InvalidInput(f"{len(refused)} of {len(letters)} dead letters were not redriven: {refused[0]}")
 
 
-@dlq.command()
+@dlq.command(short_help="Remove dead letters for good, and what is held for them.")
 @choice_options
 @root_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Don't ask.")
 @json_option("Print one object a letter that was removed.")
 def purge(
     letter_id: str | None, is_all: bool, run_id: str | None, kind: str | None, root: Path, yes: bool, as_json: bool

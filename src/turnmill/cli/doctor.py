@@ -12,7 +12,7 @@ from rich.text import Text
 from turnmill.cli import render
 from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.show import choose_run, json_option, root_option
-from turnmill.cli.view import PlainConsole, say
+from turnmill.cli.view import PlainConsole, command, say
 from turnmill.health.diagnosis import Diagnosis, Report, Verdict, examine
 from turnmill.health.snapshot import Snapshot
 from turnmill.records import RunStatus
@@ -77,7 +77,11 @@ def _lines(seen: Snapshot, report: Report) -> list[Text]:
     verdict = (report.verdict.value, _STYLES.get(report.verdict, "bold green"))
     status = (seen.run.status.value, render.RUN_STYLES[seen.run.status])
     lines = [Text.assemble(("run ", "dim"), (seen.run.run_id, "bold"), " ", status, ": ", verdict)]
-    lines.append(Text(report.summary))
+    # Of a run that failed, both are its error.
+    first = report.summary.partition(": ")[2].partition("\n")[0]
+    told_below = any(first in each.summary for each in report.diagnoses)
+    if report.verdict is not Verdict.ENDED_BADLY or not told_below:
+        lines.append(Text(report.summary))
     for number, diagnosis in enumerate(report.diagnoses):
         lines += [Text(), *_diagnosis(diagnosis, is_first=number == 0)]
     return lines
@@ -91,5 +95,5 @@ def _diagnosis(diagnosis: Diagnosis, *, is_first: bool) -> list[Text]:
     if diagnosis.log_lines:
         lines += [Text("  last log lines:", style="dim"), *(Text(f"    {line}", "dim") for line in diagnosis.log_lines)]
     if diagnosis.commands:
-        lines += [Text("  do:"), *(Text(f"    {command}", style="cyan") for command in diagnosis.commands)]
+        lines += [Text("  do:"), *(command(f"    {each}", style="cyan") for each in diagnosis.commands)]
     return lines

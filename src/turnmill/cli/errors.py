@@ -6,7 +6,8 @@ No traceback for an error that Turnmill raises on purpose; any other exception i
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -29,11 +30,32 @@ class SuggestingGroup(click.Group):
         """Raises `click.UsageError` (exit code 2) for a command that does not exist."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            commands = self.list_commands(ctx)
+            commands = [each for each in self.list_commands(ctx) if not self.commands[each].hidden]
             close = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else "."
             ctx.fail(f"No such command {name!r}{hint} Commands: {', '.join(commands)}")
         return super().resolve_command(ctx, args)
+
+
+class SectionedGroup(SuggestingGroup):
+    """Its help lists the commands under headings, given as the names of commands by heading."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str | None]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Hidden commands, and headings without any other, are left out."""
+        width = max(map(len, self.commands))
+        for title, names in self._sections.items():
+            shown = [self.commands[name] for name in names if name is not None and not self.commands[name].hidden]
+            if not shown:
+                continue
+            with formatter.section(title):
+                # The same width in each section, so that the texts stand in one column.
+                formatter.write_dl(
+                    [(f"{each.name:{width}}", each.get_short_help_str(formatter.width - width - 6)) for each in shown]
+                )
 
 
 def run_cli(group: click.Group, argv: Sequence[str] | None = None) -> int:

@@ -204,16 +204,26 @@ def runs_table(found: Sequence[tuple[Run, Sequence[Metric]]]) -> Table:
 
 
 def parameters_table(run: Run) -> Table:
-    """Each parameter with its value and where it came from."""
+    """Each parameter that has not its default, with its value and where it came from."""
     table = Table(box=SIMPLE)
     table.add_column("parameter")
     table.add_column("value")
     table.add_column("source", style="dim")
     for name, value in run.config.items():
         source = run.sources.get(name, "default")
-        style = "" if source == "default" else "bold"
-        table.add_row(Text(name, style=style), Text(_plain(value)), Text(source))
+        if source != "default":
+            table.add_row(Text(name, style="bold"), Text(_plain(value)), Text(source))
     return table
+
+
+def defaults_text(run: Run) -> Text:
+    """The other parameters: those that nobody set, in one paragraph."""
+    unset = [f"{name}={_plain(value)}" for name, value in run.config.items() if name not in _set_names(run)]
+    return Text.assemble(("defaults: ", "bold"), ", ".join(unset), style="dim")
+
+
+def _set_names(run: Run) -> set[str]:
+    return {name for name, source in run.sources.items() if source != "default"}
 
 
 def evaluation_lines(run: Run) -> list[str]:
@@ -239,11 +249,16 @@ _BASELINE_WIDTH = 30
 
 def baseline_lines(figures: Mapping[str, Any]) -> list[str]:
     """What the base model could do on tasks of the training data: the share that passed, and a bar of tasks each."""
-    ignored = f" ({figures['verdict'].replace('_', ' ')}, ignored)" if figures["verdict"] != "signal" else ""
+    ignored = ", ignored" if figures["is_ignored"] else ""
+    verdict = f" ({figures['verdict'].replace('_', ' ')}{ignored})" if figures["verdict"] != "signal" else ""
+    num_tasks = figures["num_tasks"]
     lines = [
-        f"baseline: {figures['num_passed']} of {figures['num_rollouts']} rollouts of the base model pass{ignored}, "
+        f"baseline: {figures['num_passed']} of {figures['num_rollouts']} rollouts of the base model pass{verdict}, "
         f"{figures['pass_rate']:.3f} (95 % interval {figures['low']:.3f} to {figures['high']:.3f}); "
-        f"mean reward {figures['reward_mean']:.3f}; {figures['num_tasks']} tasks by how many of theirs pass:"
+        f"mean reward {figures['reward_mean']:.3f}",
+        "1 task by how many of its rollouts pass:"
+        if num_tasks == 1
+        else f"{num_tasks} tasks by how many of theirs pass:",
     ]
     most = max(figures["histogram"].values())
     for name, num in figures["histogram"].items():
@@ -273,9 +288,10 @@ def result_lines(run: Run, metrics: Sequence[Metric]) -> list[str]:
     lines = []
     if figures["reward_first"] is not None:
         last = min(10, len(rewards(metrics)))
+        later = f", {figures['reward_last10']:.3f} over the last {last} of {figures['steps']}" if last > 1 else ""
         lines.append(
-            f"reward {figures['reward_first']:.3f} at the first step, {figures['reward_last10']:.3f} over the last "
-            f"{last} of {figures['steps']} ({duration(figures['train_s'] or 0)}, {figures['num_generated']} rollouts)"
+            f"reward {figures['reward_first']:.3f} at the first step{later} "
+            f"({duration(figures['train_s'] or 0)}, {figures['num_generated']} rollouts)"
         )
     lines += evaluation_lines(run)
     if figures["checkpoint"]:
@@ -304,7 +320,7 @@ def alert_lines(alert: Alert) -> list[Text]:
         lines += [Text(f"    {line}") for line in alert.error.splitlines()[:_MOST_ERROR_LINES]]
     if alert.conversation:
         lines.append(Text(f"    conversation: {alert.conversation}", style="dim"))
-    lines.append(Text(f"    next: {alert.command}", style="dim"))
+    lines.append(Text(f"    next: {alert.command}", style="dim", no_wrap=True))
     for delivery in alert.deliveries:
         if delivery.state in (DeliveryState.PENDING, DeliveryState.DEAD):
             why = f": {delivery.last_error}" if delivery.last_error else ""

@@ -1,12 +1,13 @@
 """`turnmill retry`: a run that came to nothing, once more from its beginning."""
 
+import json
 from pathlib import Path
 
 import click
 
 from turnmill.cli.options import CommandWithParameters, collect_flags, config_options
 from turnmill.cli.run import figures_option, in_foreground
-from turnmill.cli.show import DEFAULT_ROOT, find_run, root_option
+from turnmill.cli.show import at_root, find_run, root_option
 from turnmill.errors import Conflict, InvalidInput
 from turnmill.wiring.control import execute
 from turnmill.wiring.event_loop import run_loop
@@ -39,7 +40,6 @@ def retry(run_id: str, config_file: Path | None, root: Path, as_json: bool, **fl
         run_loop(queue(root, again))
     except Conflict as error:
         raise InvalidInput(f"run {run_id} is being retried as {new_id} by another process") from error
-    at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
-    click.echo(
-        f"run {run_id} is retried as {new_id}, which waits for `turnmill up`; `turnmill status {new_id}{at_root}`"
-    )
+    command = f"turnmill status {new_id}{at_root(root)}"
+    text = f"run {run_id} is retried as {new_id}, which waits for `turnmill up`"
+    click.echo(json.dumps({"run_id": new_id, "retry_of": run_id}) if as_json else f"{text}; `{command}`")

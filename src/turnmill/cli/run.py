@@ -17,18 +17,22 @@ from turnmill import assets
 from turnmill.cli import render
 from turnmill.cli.cost import budget_options
 from turnmill.cli.cost_lines import forecast_lines
+from turnmill.cli.next_steps import next_step
 from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
-from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, load_metrics, root_option
-from turnmill.cli.view import PlainConsole, WarningsShown, say, show
+from turnmill.cli.serve import step_option
+from turnmill.cli.show import at_root, find_run, json_option, load_metrics, root_option
+from turnmill.cli.view import PlainConsole, WarningsShown, command, say, show
 from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_deployment
-from turnmill.errors import BudgetExceeded, InvalidInput, NotFound, TurnmillError
+from turnmill.errors import InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.mirroring import mirrored
+from turnmill.wiring.reading import read_baseline
 from turnmill.wiring.resume import resume as resume_run
+from turnmill.wiring.serving import find_model
 from turnmill.wiring.variables import log_format
 
 data_file = click.Path(path_type=Path)
@@ -38,8 +42,10 @@ figures_option = json_option("Print the figures of the run as one object; all el
 
 
 @click.command(cls=CommandWithParameters, epilog=EPILOG)
-@click.option("--data", "data_path", type=data_file, required=True, help="Tasks to train on (.jsonl).")
-@click.option("--eval-data", type=data_file, help="Held-out tasks (.jsonl), played after training by both models.")
+@click.option("--data", "data_path", type=data_file, metavar="FILE", required=True, help="Tasks to train on (.jsonl).")
+@click.option(
+    "--eval-data", type=data_file, metavar="FILE", help="Held-out tasks (.jsonl), played after training by both models."
+)
 @root_option
 @figures_option
 @config_options()
@@ -69,18 +75,27 @@ def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -
 
 @click.command("eval", cls=CommandWithParameters, epilog=EPILOG, short_help="Evaluate a run's checkpoint or a model.")
 @click.argument("target", metavar="RUN|MODEL")
-@click.option("--data", "data_path", type=data_file, required=True, help="Tasks to evaluate on (.jsonl).")
+@step_option
+@click.option(
+    "--data", "data_path", type=data_file, metavar="FILE", required=True, help="Tasks to evaluate on (.jsonl)."
+)
 @root_option
 @figures_option
 @config_options(without=TRAINING | {"base_model"})
 def evaluate(
-    target: str, data_path: Path, config_file: Path | None, root: Path, as_json: bool, **flags: object
+    target: str,
+    step: int | None,
+    data_path: Path,
+    config_file: Path | None,
+    root: Path,
+    as_json: bool,
+    **flags: object,
 ) -> None:
-    """Evaluate a run's final checkpoint, a shipped model, or a folder with a Hugging Face model.
+    """Evaluate a run's final checkpoint, one of its steps, a shipped model or a folder with a Hugging Face model.
 
     What was set for the run about its environment and the length of its conversations holds here too, unless set anew.
     """
-    model, trained_by = _model_of(root, target)
+    model, trained_by = _model_of(root, target, step)
     resolved = resolve(file=config_file, environ=os.environ, flags={**collect_flags(flags), "base_model": model})
     if trained_by is not None:
         resolved = as_played(resolved, trained_by)
@@ -99,8 +114,10 @@ def as_played(resolved: Resolved, run: Run) -> Resolved:
     return Resolved(config=from_dict({**to_dict(resolved.config), **taken}), sources=sources)
 
 
-def _model_of(root: Path, target: str) -> tuple[str, Run | None]:
+def _model_of(root: Path, target: str, step: int | None) -> tuple[str, Run | None]:
     """The model that `target` names, and the run if it names one."""
+    if step is not None:
+        return str(find_model(root, target, step).folder), find_run(root, target)
     if target in assets.shipped_models():
         return target, None
     if (folder := Path(target).expanduser()).is_dir():
@@ -112,10 +129,7 @@ def _model_of(root: Path, target: str) -> tuple[str, Run | None]:
     except NotFound as error:
         names = ", ".join(assets.shipped_models())
         raise NotFound(f"{error} (shipped models: {names})") from error
-    checkpoint = render.summary(found, [])["checkpoint"]
-    if checkpoint is None:
-        raise InvalidInput(f"run {target} ({found.status}) has no final checkpoint to evaluate")
-    return str(checkpoint), found
+    return str(find_model(root, target).folder), found
 
 
 @click.command(short_help="Go on with a run that failed or was stopped.")
@@ -217,7 +231,9 @@ async def _walk_and_show(root: Path, walk: Walk, console: Console) -> tuple[Run,
 
 
 @contextmanager
-def on_signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
+def on_signals(
+    cancel: asyncio.Event, console: Console, text: str = "stopping: every process of the run is ended"
+) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a lost terminal end the run in order; the default would leave its record as active."""
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -229,7 +245,7 @@ def on_signals(cancel: asyncio.Event, console: Console) -> Iterator[None]:
         cancel.set()
         # A terminal that hung up takes no text.
         with suppress(OSError):
-            console.print("stopping: every process of the run is ended" if first else "still stopping, 10 s at most")
+            console.print(text if first else "still stopping, 10 s at most")
 
     for number in numbers:
         loop.add_signal_handler(number, stop)
@@ -257,20 +273,24 @@ def control_log(path: Path, run_id: str | None = None) -> Iterator[None]:
 
 def _conclude(root: Path, run: Run, error: TurnmillError | None, console: Console, as_json: bool) -> None:
     metrics = load_metrics(root, run)
+    baseline = run_loop(read_baseline(root, run.run_id))
     if as_json:
         click.echo(json.dumps(render.summary(run, metrics)))
     elif metrics:
         console.print(render.curve_table(metrics))
         if not console.is_terminal:  # else the view has left it there
             console.print(render.curve(metrics))
-    at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
     lines = render.result_lines(run, metrics)
+    if baseline is not None:
+        told = render.baseline_lines(baseline.figures())
+        lines = [*(told[:1] if baseline.lets_train else told), *lines]
     if error is not None:
         lines += [
             f"{run.status.value}; every process that was started has ended",
             f"kept: {root / 'runs' / run.run_id} (records, conversations, metrics, logs/)",
         ]
-        if not isinstance(error, BudgetExceeded):  # its text has the command
-            lines.append(f"go on with it: turnmill resume {run.run_id}{at_root}")
-    for line in [*lines, f"more: turnmill status {run.run_id}{at_root}"]:
+    for line in lines:
         say(console, line)
+    step = next_step(run, num_steps=len(metrics), at_root=at_root(root)) if error is not None else None
+    for line in [*([] if step is None else [step]), f"more: turnmill status {run.run_id}{at_root(root)}"]:
+        say(console, command(line))

@@ -32,6 +32,7 @@ step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", he
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
+    metavar="FILE",
     help=f"File with the bearer token that clients must show (or {TOKEN_VARIABLE}); needed beyond this machine.",
 )
 @click.option("--slots", type=click.IntRange(1, 1024), default=16, show_default=True, help="Answers at the same time.")

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +12,9 @@ import msgspec
 from rich.text import Text
 
 from turnmill.cli import render
-from turnmill.cli.cost_lines import cost_line
-from turnmill.cli.view import PlainConsole, print_steps, say, show
+from turnmill.cli.cost_lines import cost_lines_in_short
+from turnmill.cli.next_steps import next_step
+from turnmill.cli.view import PlainConsole, command, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
 from turnmill.wiring.costs import cost_of
@@ -38,6 +40,11 @@ def root_option(command: F) -> F:
 def json_option(text: str) -> Callable[[F], F]:
     """Machine-readable output on standard output."""
     return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def at_root(root: Path) -> str:
+    """What a command that people are told to type needs in order to find the same deployment."""
+    return "" if root == DEFAULT_ROOT else f" --root {shlex.quote(str(root))}"
 
 
 def find_run(root: Path, run_id: str) -> Run:
@@ -103,9 +110,12 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
     console.print(render.live_view(run, metrics))
     for text in render.lineage_lines(run):
         say(console, text)
-    say(console, cost_line(cost))
+    for text in cost_lines_in_short(cost):
+        say(console, text)
     if run.error:
         say(console, Text(f"error: {run.error}", style="red"))
+    if (step := next_step(run, num_steps=len(metrics), at_root=at_root(root))) is not None:
+        say(console, command(step))
     if baseline is not None:
         for text in render.baseline_lines(baseline.figures()):
             say(console, text)
@@ -114,6 +124,7 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
     for text in [*render.evaluation_lines(run), *render.promotion_lines(run)]:
         say(console, text)
     console.print(render.parameters_table(run))
+    say(console, render.defaults_text(run))
 
 
 @click.command(short_help="Follow a run until it ends.")

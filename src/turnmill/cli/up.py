@@ -11,9 +11,10 @@ import click
 
 from turnmill.backends.embedded import open_bucket
 from turnmill.cli import render
+from turnmill.cli.narrator import Narrator
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.run import control_log, data_file, on_signals
-from turnmill.cli.show import DEFAULT_ROOT, find_run, json_option, root_option
+from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
 from turnmill.records import RunStatus
 from turnmill.wiring.cancelling import ask
@@ -55,14 +56,15 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, port: int, 
     console = PlainConsole(stderr=as_json)
     stop = asyncio.Event()
     closed: list[BrokenPipeError] = []
+    narrator = None if as_json else Narrator(root, console)
 
     def tell(news: News) -> None:
         try:
-            if as_json:
+            if narrator is None:
                 summary = render.summary(news.run, []) if news.run else None
                 click.echo(json.dumps({"text": news.text, "run": summary}))
             else:
-                say(console, news.text)
+                narrator.tell(news)
         except BrokenPipeError as error:
             # Nobody listens any more. It is no failure of the run that this is about: all ends in order first.
             closed.append(error)
@@ -80,8 +82,13 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, port: int, 
     def ready() -> None:
         say(console, f"put .jsonl files into {deployment.folder} (Ctrl-C ends this; runs go on next time)")
 
-    with on_signals(stop, console), control_log(root / "logs" / "control.log"), WarningsShown(console):
-        await deployment.up(stop, ready, beside=beside)
+    stopping = "stopping: the processes of all runs are ended"
+    with on_signals(stop, console, stopping), control_log(root / "logs" / "control.log"), WarningsShown(console):
+        try:
+            await deployment.up(stop, ready, beside=beside)
+        finally:
+            if narrator is not None:
+                await narrator.close()
     if closed:
         raise closed[0]
 
@@ -89,27 +96,35 @@ async def _serve(root: Path, layers: Layers, max_parallel_runs: int, port: int, 
 @click.command(short_help="Put a file of tasks where `turnmill up` finds it.")
 @click.argument("file", type=data_file)
 @click.option("--name", metavar="KEY", help="Name in the bucket, with folders if wanted; the file's name by default.")
-@click.option("--config", "sidecar", type=data_file, help="Parameters for this upload alone (.toml).")
-@click.option("--eval-data", "held_out", type=data_file, help="Held-out tasks (.jsonl), played by both models.")
+@click.option("--config", "sidecar", type=data_file, metavar="FILE", help="Parameters for this upload alone (.toml).")
+@click.option(
+    "--eval-data", "held_out", type=data_file, metavar="FILE", help="Held-out tasks (.jsonl), played by both models."
+)
 @root_option
-def upload(file: Path, name: str | None, sidecar: Path | None, held_out: Path | None, root: Path) -> None:
+@json_option("Print one object: where the file lies.")
+def upload(
+    file: Path, name: str | None, sidecar: Path | None, held_out: Path | None, root: Path, as_json: bool
+) -> None:
     """Copy FILE into the deployment's bucket, whole or not at all; a run is made of it if `turnmill up` runs or when it
     is started."""
     target = open_bucket(root).put(file, name or file.name, sidecar=sidecar, held_out=held_out)
-    at_root = "" if root == DEFAULT_ROOT else f" --root {root}"
-    click.echo(f"uploaded {target}; `turnmill runs{at_root}` shows the run that it becomes")
+    if as_json:
+        click.echo(json.dumps({"uploaded": str(target)}))
+        return
+    click.echo(f"uploaded {target}; `turnmill runs{at_root(root)}` shows the run that it becomes")
 
 
 @click.command(short_help="End a run early.")
 @click.argument("run_id", metavar="RUN")
 @root_option
-def cancel(run_id: str, root: Path) -> None:
+@json_option("Print one object once it has ended: the run and its status.")
+def cancel(run_id: str, root: Path, as_json: bool) -> None:
     """End a run early, whichever process has it; its records stay, and `turnmill resume` could go on with it."""
     find_run(root, run_id)
     run = run_loop(ask(root, run_id))
-    if run.status is RunStatus.CANCELLED:
-        click.echo(f"run {run_id} is cancelled")
-        return
-    click.echo(f"run {run_id} is told to end; its processes end and what is done stays", err=True)
-    ended = run_loop(until_ended(root, run_id))
-    click.echo(f"run {run_id} is {ended.status}")
+    if run.status is not RunStatus.CANCELLED:
+        click.echo(f"run {run_id} is told to end; its processes end and what is done stays", err=True)
+        run = run_loop(until_ended(root, run_id))
+    click.echo(
+        json.dumps({"run_id": run_id, "status": run.status}) if as_json else f"run {run_id} is {run.status.value}"
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import click
@@ -35,7 +36,13 @@ class PlainConsole(Console):
 
 def say(console: Console, text: str | Text) -> None:
     """Print prose: wrapped at words in a terminal, one line a sentence for grep and logs."""
-    console.print(Text(text) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
+    text = Text(text) if isinstance(text, str) else text
+    console.print(text, soft_wrap=not console.is_terminal or text.no_wrap is True)
+
+
+def command(text: str, *, style: str = "") -> Text:
+    """A line with a command that people copy: `say` leaves its breaking to the terminal, which knows how to undo it."""
+    return Text(text, style=style, no_wrap=True)
 
 
 class WarningsShown(logging.Handler):
@@ -66,12 +73,18 @@ async def show(root: Path, run_id: str, console: Console, *, ended: asyncio.Even
             async for run, metrics in follow(root, run_id, ended=ended):
                 live.update(render.live_view(run, metrics), refresh=True)
         return
+    async for line in progress(root, run_id, ended=ended):
+        say(console, line)
+
+
+async def progress(root: Path, run_id: str, *, ended: asyncio.Event | None = None) -> AsyncIterator[str]:
+    """A line for every stage and some steps of a run, until it is final or `ended` is set."""
     num_stages, num_steps = 0, 0
     async for run, metrics in follow(root, run_id, ended=ended):
         lines = [(stage.started_at, f"stage {stage.name}") for stage in run.current_stages[num_stages:]]
         lines += [(metric.time, line) for metric in metrics[num_steps:] if (line := _line(run, metric))]
         for _, line in sorted(lines):
-            say(console, line)
+            yield line
         num_stages, num_steps = len(run.current_stages), len(metrics)
 
 

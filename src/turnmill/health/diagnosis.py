@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from turnmill.health.snapshot import CONTROL, TRAINER, ProcessState, QueueView, Snapshot
-from turnmill.records import RunStatus
+from turnmill.records import ErrorClass, RunStatus, StageRecord
 
 DISK, ENVIRONMENT, STORE, DATA = "disk", "environment", "store", "data"
 # Below it SQLite, logs and checkpoints soon fail, or did already.
@@ -342,9 +342,21 @@ def _failure(seen: Snapshot) -> Diagnosis:
         role=role,
         summary=f"{failed.name if failed else 'it'} failed: {first}",
         evidence=tuple(line.strip() for line in error.split("\n")[1:]),
-        commands=(f"turnmill status {run.run_id}{_at(seen)}", f"turnmill resume {run.run_id}{_at(seen)}"),
+        commands=(f"turnmill status {run.run_id}{_at(seen)}", *_remedies(seen, failed)),
         log_lines=_last(seen, role),
     )
+
+
+def _remedies(seen: Snapshot, failed: StageRecord | None) -> tuple[str, ...]:
+    """What may help a run that failed in that stage; nothing where its error has the command."""
+    why = failed.error_class if failed is not None else None
+    if seen.run.refused is not None or why in (ErrorClass.BUDGET, ErrorClass.INVALID_INPUT):
+        return ()
+    resume = f"turnmill resume {seen.run.run_id}{_at(seen)}"
+    if why not in (ErrorClass.STAGE_FAILED, ErrorClass.ENVIRONMENT):
+        return (resume,)
+    again = f"turnmill retry {seen.run.run_id} --NAME VALUE{_at(seen)}  # from its beginning, with other parameters"
+    return (resume, again)
 
 
 # ---------------------------------------------------------------- words

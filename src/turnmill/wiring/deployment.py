@@ -66,6 +66,8 @@ class News:
 
     text: str
     run: Run | None = None
+    # Whether the run's turn has come: from now on there is progress to look at.
+    is_begun: bool = False
 
 
 class Deployment:
@@ -255,7 +257,8 @@ class Deployment:
     async def _run(self, run: Run, stop: asyncio.Event) -> None:
         """One run from its turn to its end, or to `stop`. Whatever ends it, the deployment goes on."""
         log_as_run(run.run_id)
-        self._tell(News(text=f"run {run.run_id} {'goes on' if run.stages else 'begins'}: {run.upload}", run=run))
+        text = f"run {run.run_id} {'goes on' if run.stages else 'begins'}: {run.upload}"
+        self._tell(News(text=text, run=run, is_begun=True))
         try:
             try:
                 log = self._root / "runs" / run.run_id / "logs" / "control.log"
@@ -273,8 +276,7 @@ class Deployment:
                 logger.exception("run %s hit a defect", run.run_id, extra={"at": run.run_id})
                 await self._give_up(run.run_id, error)
             else:
-                why = f": {failure}" if failure else ""
-                self._tell(News(text=f"run {run.run_id} {ended.status}{why}", run=ended))
+                self._tell(News(text=_how_it_ended(ended, failure), run=ended))
                 if ended.status is RunStatus.FAILED:
                     await self._alarm(await asyncio.to_thread(run_failed, self._root, ended, failure))
         except BackendUnavailable as error:
@@ -350,3 +352,10 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(stop.wait(), seconds)
     except TimeoutError:
         return
+
+
+def _how_it_ended(run: Run, failure: TurnmillError | None) -> str:
+    if not run.status.is_final:
+        return f"run {run.run_id} goes on when `turnmill up` is started again"
+    why = f": {failure}" if failure else ""
+    return f"run {run.run_id} {run.status}{why}"

@@ -7,6 +7,7 @@ Killed in between, the run is begun again and all of this is done again; none of
 
 import asyncio
 import logging
+import shlex
 import time
 from pathlib import Path
 
@@ -41,15 +42,18 @@ async def quarantine(root: Path, runs: RecordStore, run: Run, error: InvalidInpu
         num_bytes=refusal.num_bytes,
     )
     held = open_quarantine(root)
+    redrive = _redrive(root, run.run_id)
     reports = {
         "report.json": refusal.as_json(),
-        REPORT: refusal.as_text(f"turnmill dlq redrive trigger/{run.run_id} --root {root}"),
+        REPORT: refusal.as_text(redrive),
     }
+    # People know it by its key; the copy that was read is the run's own affair.
+    text = str(error).replace(str(copy), run.upload)
     place = await asyncio.to_thread(held.hold, run.run_id, upload, copy, reports)
     letter = DeadTrigger(
         name=run.run_id,
         upload=upload,
-        error=str(error),
+        error=text,
         dead_at=time.time(),
         run_id=run.run_id,
         digest=refusal.digest,
@@ -64,8 +68,14 @@ async def quarantine(root: Path, runs: RecordStore, run: Run, error: InvalidInpu
     logger.warning("upload %s is held in %s", run.upload, folder, extra={"at": run.run_id})
     kind = ConfigError if isinstance(error, ConfigError) else DataError
     # Behind the first line: long errors are cut at their end.
-    first, _, rest = str(error).partition("\n")
-    return kind("\n".join([first, f"  held in quarantine: {folder} (see its {REPORT})", *([rest] if rest else [])]))
+    first, _, rest = text.partition("\n")
+    where = f"  held in quarantine: {folder} (see its {REPORT}); correct it there, then: {redrive}"
+    return kind("\n".join([first, where, *([rest] if rest else [])]))
+
+
+def _redrive(root: Path, run_id: str) -> str:
+    """The command that uploads it again, wherever it is typed."""
+    return f"turnmill dlq redrive trigger/{run_id} --root {shlex.quote(str(root.absolute()))}"
 
 
 def _refusal(run: Run, key: str, copy: Path, error: InvalidInput) -> Refusal:

@@ -114,7 +114,7 @@ def only_active(runs: Sequence[Run], root: Path) -> Run:
     if active:
         raise InvalidInput(f"several runs are active in {root}: {_ids(active)}; name one")
     if not runs:
-        raise NotFound(f"there is no run in {root}")
+        raise NotFound(f"there is no run in {root}; `turnmill demo` starts one, --root names another deployment")
     raise NotFound(f"no run is active in {root}; name one of those that ended: {_ids(runs)}")
 
 

@@ -55,7 +55,8 @@ def plan(run: Run, *, file: Path | None, flags: Mapping[str, object]) -> Order:
         if run.upload is None:
             raise
         hint = f"correct it in quarantine, then `turnmill dlq redrive trigger/{run.run_id}` uploads it anew"
-        raise DataError(f"{error}\n  {hint}") from error
+        text = str(error).replace(str(run.data_path), run.upload)
+        raise DataError(f"{text}\n  {hint}") from error
     return order
 
 

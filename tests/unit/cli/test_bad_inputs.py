@@ -226,6 +226,11 @@ COMMANDS = [
     Bad(name="validate without a file", argv=["data", "validate"], says=["Missing argument 'FILE'"]),
     Bad(name="status of a run where none is", argv=["status", "run-1"], says=["there is no run 'run-1'"]),
     Bad(name="a model folder that is not there", argv=["eval", "./none", "--data", "good.jsonl"], says=["./none"]),
+    Bad(
+        name="a step of what is no run",
+        argv=["eval", "wordle-tiny", "--step", "3", "--data", "good.jsonl"],
+        says=["--step is for a run", "wordle-tiny"],
+    ),
     Bad(name="neither a run nor a model", argv=["eval", "wordle-tin", "--data", "good.jsonl"], says=["wordle-tiny"]),
     Bad(
         name="a deployment's folder that can't be made",

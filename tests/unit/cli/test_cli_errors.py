@@ -5,7 +5,9 @@ import sys
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from turnmill.cli.commands import turnmill
 from turnmill.cli.errors import SuggestingGroup, run_cli
 from turnmill.cli.options import TRAINING, CommandWithParameters, collect_flags, config_options
 from turnmill.config import describe, load_config
@@ -121,3 +123,29 @@ def test_every_parameter_can_be_set_to_its_default_on_the_command_line(capsys: p
     assert run_cli(group, argv) == 0
     flags = {parameter.name: parameter.default for parameter in describe()}
     assert load_config(flags=flags).config == load_config().config
+
+
+def test_the_help_lists_every_command_once_under_a_heading_and_hidden_ones_nowhere() -> None:
+    text = CliRunner().invoke(turnmill, ["--help"]).output
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and "  " in line.strip()]
+    shown = [name for name, command in turnmill.commands.items() if not command.hidden]
+    assert sorted(name for name in listed if not name.startswith("-")) == sorted(shown)
+    assert "..." not in text.partition("Train:")[2] and "Of processes" not in text
+    error = CliRunner().invoke(turnmill, ["rolle"]).output
+    assert "No such command 'rolle'" in error and ", role" not in error
+
+
+def test_every_command_has_json_but_those_that_talk() -> None:
+    """What `serve` and `chat` print is for people, and HTTP is their machine-readable form."""
+
+    def leaves(group: click.Group, prefix: str = "") -> list[tuple[str, click.Command]]:
+        found: list[tuple[str, click.Command]] = []
+        for name, command in group.commands.items():
+            if isinstance(command, click.Group):
+                found += leaves(command, f"{name} ")
+            elif not command.hidden:
+                found.append((prefix + name, command))
+        return found
+
+    without = [name for name, command in leaves(turnmill) if not any("--json" in each.opts for each in command.params)]
+    assert without == ["serve", "chat"]

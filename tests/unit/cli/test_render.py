@@ -90,8 +90,9 @@ def test_the_view_names_the_run_its_stages_and_its_curve() -> None:
     with console.capture() as capture:
         console.print(render.live_view(run(stages=stages), [metric(1, 0.0, 1.0), metric(2, 1.0, 2.0)]))
         console.print(render.parameters_table(run()))
+        console.print(render.defaults_text(run()))
     text = capture.get()
-    for part in ("r1", "ValidateData 2 s", "step 2/20", "▁█", "--max-steps"):
+    for part in ("r1", "ValidateData 2 s", "step 2/20", "▁█", "--max-steps", "defaults: seed=3"):
         assert part in text
 
 
@@ -134,6 +135,7 @@ def test_the_curve_table_names_ranges_of_steps_and_single_ones() -> None:
 def test_the_baseline_is_a_picture_of_tasks_by_their_pass_rate() -> None:
     figures = {
         "verdict": "signal",
+        "is_ignored": False,
         "num_passed": 9,
         "num_rollouts": 64,
         "pass_rate": 9 / 64,
@@ -144,7 +146,7 @@ def test_the_baseline_is_a_picture_of_tasks_by_their_pass_rate() -> None:
         "histogram": {"0": 10, "0-25": 5, "25-50": 0, "50-75": 0, "75-100": 0, "100": 1},
     }
     assert render.baseline_lines(figures) == [
-        "baseline: 9 of 64 rollouts of the base model pass, 0.141 (95 % interval 0.076 to 0.246); mean reward 0.200; "
+        "baseline: 9 of 64 rollouts of the base model pass, 0.141 (95 % interval 0.076 to 0.246); mean reward 0.200",
         "16 tasks by how many of theirs pass:",
         "      none  ██████████████████████████████ 10",
         "    0–25 %  ███████████████ 5",
@@ -153,7 +155,9 @@ def test_the_baseline_is_a_picture_of_tasks_by_their_pass_rate() -> None:
         "  75–100 %  0",
         "       all  ███ 1",
     ]
-    assert "pass (too hard, ignored), " in render.baseline_lines({**figures, "verdict": "too_hard"})[0]
+    too_hard = {**figures, "verdict": "too_hard"}
+    assert "pass (too hard), " in render.baseline_lines(too_hard)[0]
+    assert "pass (too hard, ignored), " in render.baseline_lines({**too_hard, "is_ignored": True})[0]
 
 
 def test_a_run_says_where_its_model_is_published_or_why_it_is_not() -> None:

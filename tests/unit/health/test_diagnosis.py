@@ -16,7 +16,7 @@ from turnmill.health.snapshot import (
     Snapshot,
     Troubled,
 )
-from turnmill.records import Run, RunStatus, StageRecord, Version
+from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, Version
 
 LIMIT_S = 100.0
 RUN = Run(
@@ -238,6 +238,24 @@ def test_a_run_that_failed_is_explained_by_its_own_words(stage: str, error: str,
     report = examine(replace(MOVING, run=run, processes=(), queues=queues()))
     assert (report.verdict, report.diagnoses[0].role) == (Verdict.ENDED_BADLY, role)
     assert stage in report.diagnoses[0].summary
+
+
+@pytest.mark.parametrize(
+    ("error_class", "commands"),
+    [
+        # Their errors have the command; going on would fail once more.
+        (ErrorClass.BUDGET, ["status"]),
+        (ErrorClass.INVALID_INPUT, ["status"]),
+        (ErrorClass.ROLE_FAILED, ["status", "resume"]),
+        # A baseline without signal, for instance, is the same again.
+        (ErrorClass.STAGE_FAILED, ["status", "resume", "retry"]),
+    ],
+)
+def test_what_a_failed_run_is_told_to_do_can_help(error_class: ErrorClass, commands: list[str]) -> None:
+    stage = StageRecord(name="SubmitTraining", state="failed", started_at=0.0, error="why", error_class=error_class)
+    run = replace(RUN, status=RunStatus.FAILED, error="why", stages=(stage,))
+    (diagnosis,) = examine(replace(MOVING, run=run, processes=(), queues=queues())).diagnoses
+    assert [command.split()[1] for command in diagnosis.commands] == commands
 
 
 @pytest.mark.parametrize("status", [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.DUPLICATE, RunStatus.QUEUED])

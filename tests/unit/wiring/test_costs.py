@@ -145,7 +145,7 @@ def test_the_command_forecasts_and_lists_prices(tmp_path: Path) -> None:
     parameters = ["--instance-type", "ml.p5.48xlarge", "--instance-count", "10", "--generation-replicas", "4"]
     found = json.loads(invoke(tmp_path, "--forecast", "--json", *parameters).stdout)
     assert 633 < found["usd_per_hour"] < 634 and "10 x ml.p5.48xlarge at 63.296 USD/h" in found["assumptions"][2]
-    assert "forecast: ? (0 to 2) h" in invoke(tmp_path, "--forecast").stdout
+    assert "forecast: at most 2 h 0 min, " in invoke(tmp_path, "--forecast").stdout
     prices = json.loads(invoke(tmp_path, "--prices", "--json").stdout)
     assert prices["usd_per_hour"]["ml.p5en.48xlarge"] == 72.7904 and prices["date"] == "2026-09-10"
     assert "ml.p5en.48xlarge" in invoke(tmp_path, "--prices").stdout
