@@ -48,6 +48,18 @@ def test_a_message_that_does_not_fit_is_an_error_and_not_an_answer() -> None:
     assert done.stdout == ""
 
 
+def test_bytes_that_are_no_text_are_an_error_and_no_traceback() -> None:
+    for arguments, given in (
+        ([], b"cr\xe4ne\n"),
+        (["--prompt", os.fsdecode(b"\xff")], b""),
+        (["--system", "\udcff"], b""),
+    ):
+        done = subprocess.run(
+            turnmill_command("chat", MODEL, *arguments), input=given, capture_output=True, check=False
+        )
+        assert done.returncode == 1 and done.stderr == b"Error: the message is no valid UTF-8\n"
+
+
 def test_what_names_no_model_is_refused(tmp_path: Path) -> None:
     command = turnmill_command("chat", "no-such-run", "--root", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

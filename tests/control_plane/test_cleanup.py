@@ -20,6 +20,7 @@ from turnmill.intake.claims import Claim, claim
 from turnmill.intake.trigger import Intake
 from turnmill.ports import Message
 from turnmill.records import Run, RunStatus, decode, run_key
+from turnmill.wiring.foreground import removing, using
 
 DATA = assets.wordle_data("train")
 
@@ -273,3 +274,71 @@ def test_a_cleanup_that_was_killed_is_completed_by_the_next_one(tmp_path: Path, 
     if left:
         clean(tmp_path, run.run_id)
     assert files_in(tmp_path / "runs") == [] and files_in(tmp_path / "bucket") == []
+
+
+async def test_folders_of_somebody_else_with_such_names_stay(tmp_path: Path) -> None:
+    """A deployment in a project's own folder: `runs`, `logs`, `records` are names that others use too."""
+    others = ["runs/tb-1/events", "logs/app.log", "records/2025.txt", "bucket/photos/x.jpg", "locks/x", "control.json"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("precious")
+    found = json.loads(turnmill(tmp_path, "cleanup", "--all", "--yes", "--json").stdout)
+    assert found["removed"] == [] and files_in(tmp_path) == sorted(others)
+    run = await make_upload_run(tmp_path, "tasks.jsonl")
+    (tmp_path / "logs" / "control.log").write_text("ours")
+    assert clean(tmp_path, "--all")["runs"] == [run.run_id]
+    assert files_in(tmp_path) == sorted(others)
+
+
+async def test_a_root_that_is_a_link_or_whose_runs_are_one_is_emptied(tmp_path: Path) -> None:
+    real, big, link = tmp_path / "real", tmp_path / "big", tmp_path / "link"
+    real.mkdir()
+    big.mkdir()
+    (big / "notes.txt").write_text("not ours")
+    (real / "runs").symlink_to(big)
+    link.symlink_to(real)
+    run = await make_upload_run(link, "tasks.jsonl")
+    assert (big / run.run_id / "queues").is_dir()
+    clean(link, "--all")
+    assert files_in(real) == [] and files_in(big) == ["notes.txt"]
+
+
+async def test_held_out_tasks_are_data_of_the_upload_beside_them(tmp_path: Path) -> None:
+    run = await make_upload_run(tmp_path, "tasks.jsonl")
+    folder = open_bucket(tmp_path).folder
+    for name in ("tasks.eval.jsonl", "tasks.config.toml", "other.eval.jsonl"):
+        (folder / name).write_text("")
+    clean(tmp_path, run.run_id, "--retain-data")
+    assert len(files_in(folder)) == 4
+    other = await make_upload_run(tmp_path, "tasks.jsonl")
+    clean(tmp_path, other.run_id)
+    assert files_in(folder) == ["other.eval.jsonl"]
+
+
+async def test_a_deployment_is_not_removed_under_a_run_and_none_begins_while_it_is(tmp_path: Path) -> None:
+    run = await make_upload_run(tmp_path, "tasks.jsonl")
+    before = files_in(tmp_path / "runs")
+    with using(tmp_path), using(tmp_path):
+        done = turnmill(tmp_path, "cleanup", "--all", "--yes")
+        assert done.returncode == 1 and "a run in the foreground still uses" in done.stderr, done.stderr
+        assert files_in(tmp_path / "runs") == before
+    with removing(tmp_path):
+        done = turnmill(tmp_path, "demo")
+        assert done.returncode == 1 and f"(pid {os.getpid()})" in done.stderr and "Traceback" not in done.stderr
+    assert clean(tmp_path, "--all")["runs"] == [run.run_id]
+
+
+def test_a_mirror_whose_control_process_was_killed_is_a_process_of_the_run(tmp_path: Path) -> None:
+    """It goes on for some seconds then, to send what is left."""
+    run = asyncio.run(make_upload_run(tmp_path, "tasks.jsonl"))
+    (tmp_path / "turnmill.toml").write_text('[mlflow]\ntracking_uri = "http://127.0.0.1:1"\n')
+    command = [sys.executable, "-m", "turnmill.wiring.mirror_process", str(tmp_path)]
+    mirrors = [subprocess.Popen([*command, name], stdin=subprocess.PIPE) for name in (run.run_id, "another")]
+    try:
+        found = clean(tmp_path, run.run_id)
+        assert [(one["name"], one["pid"]) for one in found["processes"]] == [("mlflow", mirrors[0].pid)]
+        assert mirrors[0].wait(30) != 0 and mirrors[1].poll() is None
+    finally:
+        for mirror in mirrors:
+            mirror.kill()
+            mirror.communicate()

@@ -1,6 +1,7 @@
 """`turnmill serve`, over real HTTP: OpenAI's API of the model that was trained."""
 
 import asyncio
+import io
 import json
 import shutil
 import signal
@@ -351,3 +352,18 @@ def test_models_are_found_by_their_names(tmp_path: Path) -> None:
         (folder / "config.json").write_text("{}")
     # What was published outlives its run.
     assert find_model(tmp_path, "20300101-000000-abcd").folder.name == "1.10"
+
+
+async def test_a_prompt_that_takes_long_to_render_holds_up_nobody() -> None:
+    async with serving() as client:
+        many = [{"role": "user", "content": "guess"}] * 100_000
+        body = io.BytesIO(json.dumps({"model": MODEL, "messages": many}).encode())
+        long = asyncio.create_task(client.session.post(f"{client.url}/chat/completions", data=body))
+        num_answered = 0
+        while not long.done():
+            async with client.session.get(client.url.removesuffix("/v1") + "/healthz") as answer:
+                assert answer.status == 200
+            num_answered += 1
+        async with await long as refused:
+            assert refused.status == 400 and "context_length_exceeded" in await refused.text()
+        assert num_answered > 20

@@ -29,6 +29,7 @@ from turnmill.records import Run, RunKind
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.foreground import using
 from turnmill.wiring.mirroring import mirrored
 from turnmill.wiring.reading import read_baseline
 from turnmill.wiring.resume import resume as resume_run
@@ -178,7 +179,8 @@ def in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
     console = PlainConsole(stderr=as_json)
     log_format()  # a bad one is refused before there is a run, and so is a turnmill.toml
     load_deployment(root, os.environ)
-    final, error = run_loop(_walk_and_show(root, walk, console))
+    with using(root):
+        final, error = run_loop(_walk_and_show(root, walk, console))
     _conclude(root, final, error, console, as_json)
     if error is not None:
         raise error

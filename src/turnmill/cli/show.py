@@ -19,7 +19,7 @@ from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
 from turnmill.wiring.costs import cost_of
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import list_runs, read_baseline, read_metrics
+from turnmill.wiring.reading import list_runs, listed_steps, read_baseline, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_ROOT = Path(".turnmill")
@@ -79,11 +79,18 @@ def load_metrics(root: Path, run: Run) -> list[Metric]:
 @json_option("Print a list of objects, one a run.")
 def runs(root: Path, as_json: bool) -> None:
     """List all runs, oldest first."""
-    found = [(run, load_metrics(root, run)) for run in load_runs(root)]
+    found = [(run, *listed_steps(root, run.run_id)) for run in load_runs(root)]
     if as_json:
-        click.echo(json.dumps([render.summary(run, metrics) for run, metrics in found]))
+        shown = [
+            {**render.summary(run, metrics), **({"unreadable": unreadable} if unreadable else {})}
+            for run, metrics, unreadable in found
+        ]
+        click.echo(json.dumps(shown))
     elif found:
-        PlainConsole().print(render.runs_table(found))
+        PlainConsole().print(render.runs_table([(run, metrics) for run, metrics, _ in found]))
+        for run, _, unreadable in found:
+            if unreadable is not None:
+                click.echo(f"the figures of run {run.run_id} can't be read: {unreadable}", err=True)
     else:
         click.echo(f"no runs in {root}; start one with `turnmill demo`")
 

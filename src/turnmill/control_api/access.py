@@ -57,7 +57,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        hosts = headers.getlist("host")
+        hosts = [host.lower() for host in headers.getlist("host")]
         if len(hosts) != 1 or not {hosts[0], hosts[0].rpartition(":")[0]} & _HOSTS:
             return problem(421, "wrong_host", "the Host header must name 127.0.0.1 or localhost")
         if scope["path"] != OPEN_PATH and not self._is_known(headers.getlist("authorization")):

@@ -25,7 +25,7 @@ from turnmill.wiring.alarms import look_at_alerts
 from turnmill.wiring.cancelling import ask
 from turnmill.wiring.figures import summary
 from turnmill.wiring.queues import read_queues
-from turnmill.wiring.reading import look_at_run, look_at_runs, look_at_steps
+from turnmill.wiring.reading import listed_steps, look_at_run, look_at_runs, look_at_steps
 
 # Of a list, newest first, without and with a wish.
 _USUAL_LIMIT, _MOST = 50, 500
@@ -70,8 +70,12 @@ class Routes:
         query = _query(request, "status", "limit")
         wanted, limit = _status(query.get("status")), _number(query, "limit", _USUAL_LIMIT, least=1, most=_MOST)
         found = [run for run in reversed(look_at_runs(self._root)) if wanted in (None, run.status)]
-        shown = [summary(run, look_at_steps(self._root, run.run_id)) for run in found[:limit]]
+        shown = [self._listed(run) for run in found[:limit]]
         return _json({"runs": shown, "num_left_out": max(0, len(found) - limit)})
+
+    def _listed(self, run: Run) -> dict[str, Any]:
+        metrics, unreadable = listed_steps(self._root, run.run_id)
+        return {**summary(run, metrics), **({"unreadable": unreadable} if unreadable else {})}
 
     def run(self, request: Request) -> Response:
         """Its record, stages included, its figures, and the values of its last step."""

@@ -345,9 +345,21 @@ def parse_report(body: bytes) -> Report:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = finite(value)
+    if number is None:
         raise InvalidRequest(f"{where} must be a finite number, not {_short(value)}", param=where)
-    return float(value)
+    return number
+
+
+def finite(value: Any) -> float | None:
+    """The number that a client sent; None for what is none, or beyond a float: JSON's integers have no end."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _metrics(value: Any) -> dict[str, float]:

@@ -28,8 +28,8 @@ _REPLY = "turnmill-stand-in-reply"
 _STAND_IN = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 # Where a text is cut for the tokenizer; Unicode says that this is no character and will never be one.
 _CUT = "\ufdd0"
-# Rendered texts that are remembered; environments repeat prompts and observations.
-_MOST_REMEMBERED = 4096
+# Rendered texts that are remembered, and tokens of all of them; environments repeat prompts and observations.
+_MOST_REMEMBERED, _MOST_REMEMBERED_TOKENS = 4096, 2_000_000
 
 
 class Renderer:
@@ -44,6 +44,7 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise InvalidInput(f"the tokenizer in {folder} has no chat template")
         self._remembered: dict[tuple[str, bytes], list[int]] = {}
+        self.num_remembered_tokens = 0
         specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         # One that is a single character can't be cut.
         self._specials = {text for text in specials | set(self._tokenizer.all_special_tokens) if len(text) > 1}
@@ -97,10 +98,17 @@ class Renderer:
                 ids = self._encode(self._after_reply(messages, tools))
                 if ids[0] != self._end_id:
                     raise GenerationFailed("invalid_request", "the end-of-turn token merges with what follows it")
-            if len(self._remembered) >= _MOST_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[key] = ids
+            self._remember(key, ids)
         return ids
+
+    def _remember(self, key: tuple[str, bytes], ids: list[int]) -> None:
+        """The oldest ones make room; one that takes all of it is not worth that."""
+        if len(ids) > _MOST_REMEMBERED_TOKENS // 2:
+            return
+        self._remembered[key] = ids
+        self.num_remembered_tokens += len(ids)
+        while len(self._remembered) > _MOST_REMEMBERED or self.num_remembered_tokens > _MOST_REMEMBERED_TOKENS:
+            self.num_remembered_tokens -= len(self._remembered.pop(next(iter(self._remembered))))
 
     def _after_reply(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """End-of-turn text of the stand-in reply and everything behind it.

@@ -63,29 +63,50 @@ class Intake:
             if is_new:
                 logger.warning("ignored upload %s: %s", upload.key, cause.ignored)
             return Taken(upload=upload, run_id=None, is_new=is_new)
-        (stored,) = await self._runs.get([run_key(cause.run_id)])
-        if stored is not None:
-            return Taken(upload=upload, run_id=cause.run_id, is_new=False)
-        try:
-            run = await self._plan(upload, cause.run_id)
-        except (Conflict, NotFound) as error:
-            # Its content is not there any more, and will not come back under this version.
-            logger.warning("ignored upload %s: %s", upload.key, error)
-            letter = DeadTrigger(
-                name=digest_of(upload.cause.encode()),
-                upload=upload,
-                error=str(error),
-                dead_at=time.time(),
-                code_version=__version__,
-            )
-            await self._runs.write([Write(key=letter.key, value=encode(letter), expected=0)])
-            given_up = replace(cause, run_id=None, ignored=str(error))
-            await self._runs.write([Write(key=cause.key, value=encode(given_up), expected=None)])
-            return Taken(upload=upload, run_id=None, is_new=True)
-        (is_made,) = await self._runs.write([Write(key=run.key, value=encode(run), expected=0)])
-        if is_made:
-            logger.info("upload %s: run %s is %s", upload.key, run.run_id, run.status)
-        return Taken(upload=upload, run_id=cause.run_id, is_new=is_made)
+        return await self._made(upload, cause)
+
+    async def _made(self, upload: Upload, cause: Cause) -> Taken:
+        """The run that the cause names, made where it is not there."""
+        while (run_id := cause.run_id) is not None:
+            (stored,) = await self._runs.get([run_key(run_id)])
+            if stored is not None and decode(stored.value, Run).cause == upload.cause:
+                return Taken(upload=upload, run_id=run_id, is_new=False)
+            if stored is not None:
+                # Ids are random, and another cause was given the same one first.
+                cause = await self._renamed(cause)
+                continue
+            try:
+                run = await self._plan(upload, run_id)
+            except (Conflict, NotFound) as error:
+                await self._give_up(upload, cause, error)
+                return Taken(upload=upload, run_id=None, is_new=True)
+            (is_made,) = await self._runs.write([Write(key=run.key, value=encode(run), expected=0)])
+            if is_made:
+                logger.info("upload %s: run %s is %s", upload.key, run.run_id, run.status)
+                return Taken(upload=upload, run_id=run_id, is_new=True)
+        return Taken(upload=upload, run_id=None, is_new=False)
+
+    async def _give_up(self, upload: Upload, cause: Cause, error: Exception) -> None:
+        """Its content is not there any more, and will not come back under this version."""
+        logger.warning("ignored upload %s: %s", upload.key, error)
+        letter = DeadTrigger(
+            name=digest_of(upload.cause.encode()),
+            upload=upload,
+            error=str(error),
+            dead_at=time.time(),
+            code_version=__version__,
+        )
+        await self._runs.write([Write(key=letter.key, value=encode(letter), expected=0)])
+        given_up = replace(cause, run_id=None, ignored=str(error))
+        await self._runs.write([Write(key=cause.key, value=encode(given_up), expected=None)])
+
+    async def _renamed(self, cause: Cause) -> Cause:
+        """The cause with another run id, unless somebody was first to give it one."""
+        (stored,) = await self._runs.get([cause.key])
+        if stored is not None and decode(stored.value, Cause) == cause:
+            wanted = replace(cause, run_id=self._new_run_id())
+            await self._runs.write([Write(key=cause.key, value=encode(wanted), expected=stored.version)])
+        return await self._claim(cause)
 
     async def _claim(self, wanted: Cause) -> Cause:
         """What is recorded about the cause: `wanted`, unless somebody was first."""

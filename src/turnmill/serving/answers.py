@@ -49,13 +49,14 @@ class Answerer:
         self._conversations = conversations
         self._max_length = max_length
         self._max_new_tokens = max_new_tokens
+        # The renderer is one caller's at a time.
+        self._rendering = asyncio.Lock()
 
-    def prompt(self, wish: Wish) -> Prompt:
+    async def prompt(self, wish: Wish) -> Prompt:
         """Raises `GenerationFailed` where the messages can't be rendered or leave no room for the answer."""
-        if wish.messages is not None:
-            prompt = self._conversations.prompt(wish.messages)
-        else:
-            prompt = self._conversations.text(wish.text or "")
+        async with self._rendering:
+            # A long one takes seconds, in which others get their tokens.
+            prompt = await asyncio.to_thread(self._rendered, wish)
         if not prompt.new_ids:
             raise GenerationFailed("invalid_request", "the prompt holds no token")
         wanted = wish.max_tokens or 1
@@ -66,6 +67,11 @@ class Answerer:
                 f"this model's conversations hold at most {self._max_length}",
             )
         return prompt
+
+    def _rendered(self, wish: Wish) -> Prompt:
+        if wish.messages is not None:
+            return self._conversations.prompt(wish.messages)
+        return self._conversations.text(wish.text or "")
 
     async def pieces(self, wish: Wish, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         """The parts of all choices as they come; close it (`aclosing`) to end what still runs.

@@ -133,7 +133,7 @@ class App:
             raise ShuttingDown("the server is closing")
         wish = parse_wish(await read_body(receive), is_chat=is_chat, temperature=self._model.temperature)
         self._check_model(wish.model)
-        prompt = self._answerer.prompt(wish)
+        prompt = await self._answerer.prompt(wish)
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         head = _Head(id=name, created=int(time.time()), model=self._model.name, is_chat=is_chat)
         answering = asyncio.create_task(self._answer_wish(wish, prompt, head, send), name=name)

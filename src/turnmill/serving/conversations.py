@@ -26,6 +26,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     new_ids: list[int]
     # Of the conversation so far; empty for a text.
     hash: bytes
+    # Of the remembered conversation that goes on with this; None: it is rendered anew.
+    known_hash: bytes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -52,15 +54,23 @@ class Conversations:
         self._known: dict[bytes, _Known] = {}
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
-        """Raises `GenerationFailed` for messages that the chat template refuses."""
+        """Changes nothing that `remember` does, which may be called meanwhile.
+
+        Raises `GenerationFailed` for messages that the chat template refuses.
+        """
         hashes = prefix_hashes(messages)
         for index in range(len(messages) - 2, -1, -1):
             known = self._known.get(hashes[index]) if messages[index]["role"] == "assistant" else None
             if known is not None:
                 new_ids = self._continuation(messages[index + 1 :], known)
                 if new_ids is not None:
-                    self._known[hashes[index]] = self._known.pop(hashes[index])
-                    return Prompt(prefix_key=known.key, context_ids=known.ids, new_ids=new_ids, hash=hashes[-1])
+                    return Prompt(
+                        prefix_key=known.key,
+                        context_ids=known.ids,
+                        new_ids=new_ids,
+                        hash=hashes[-1],
+                        known_hash=hashes[index],
+                    )
         return Prompt(prefix_key=None, context_ids=[], new_ids=self.renderer.opening(messages), hash=hashes[-1])
 
     def _continuation(self, messages: Sequence[dict[str, Any]], known: _Known) -> list[int] | None:
@@ -80,6 +90,9 @@ class Conversations:
         has_ended = bool(sampled_ids) and sampled_ids[-1] in self.renderer.end_ids
         hash_ = extend_hash(prompt.hash, {"role": "assistant", "content": reply})
         self._forget(hash_)
+        if prompt.known_hash in self._known:
+            # It was used, so that others are forgotten first.
+            self._known[prompt.known_hash] = self._known.pop(prompt.known_hash)
         self._known[hash_] = _Known(key=key, ids=ids, has_ended=has_ended)
         self._num_remembered += len(ids)
         while self._num_remembered > self._max_remembered:

@@ -3,13 +3,12 @@
 A key that would change nothing is refused by name, as everywhere: silence would let a client believe that it works.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from turnmill.conversation.requests import Heard, parse_object
+from turnmill.conversation.requests import Heard, finite, parse_object
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling
 
@@ -118,11 +117,10 @@ class _Reader:
 
     def number(self, key: str, least: float, most: float, default: float) -> float:
         self.known.add(key)
-        value = self._raw.get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not least <= value <= most:
+        value = finite(self._raw.get(key, default))
+        if value is None or not least <= value <= most:
             raise InvalidRequest(f"{key} must be a number from {least:g} to {most:g}", param=key)
-        return float(value)
+        return value
 
 
 def _check_rest(raw: dict[str, Any], *, is_chat: bool) -> None:

@@ -27,8 +27,8 @@ class ChatSession:
         self._messages: list[dict[str, str]] = []
 
     def reset(self, system: str | None = None) -> None:
-        """Begin anew, after this system message if there is one."""
-        self._system = system
+        """Begin anew, after this system message if there is one; raises `GenerationFailed` for what is no text."""
+        self._system = _text(system) if system is not None else None
         self._messages = []
 
     @property
@@ -40,7 +40,7 @@ class ChatSession:
 
         Raises `GenerationFailed` where the conversation is full or can't be rendered; it is as before then.
         """
-        said = [*self._messages, {"role": "user", "content": text}]
+        said = [*self._messages, {"role": "user", "content": _text(text)}]
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
         prompt = self._conversations.prompt([*system, *said])
         room = self._engine.max_length - prompt.num_tokens
@@ -84,3 +84,12 @@ class ChatSession:
             max_new_tokens=min(self._max_new_tokens, room),
             end_ids=self._conversations.renderer.end_ids,
         )
+
+
+def _text(typed: str) -> str:
+    """Bytes of another encoding arrive from a terminal or a pipe as surrogates."""
+    try:
+        typed.encode()
+    except UnicodeEncodeError as error:
+        raise GenerationFailed("invalid_request", "the message is no valid UTF-8") from error
+    return typed

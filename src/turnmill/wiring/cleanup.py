@@ -54,6 +54,7 @@ from turnmill.wiring.cleanup_plan import (
     plan_for_run,
     run_folder,
 )
+from turnmill.wiring.foreground import removing
 from turnmill.wiring.reading import look_at_run, until_ended
 
 # How long the process that has a run may take to end it: its roles are asked one after the other, 10 s each.
@@ -98,7 +99,7 @@ async def clean_up(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: flo
         with only_one(lock, f"{plan.root} is served by `turnmill up`: end it before all of it is removed"):
             await _clean_all(plan, retain_data=retain_data, tell=tell, patience_s=patience_s)
         _remove_if_empty(plan.root / "locks", plan.root)
-    return what_remains(plan)
+    return what_remains(plan, retain_data=retain_data)
 
 
 async def _clean_run(plan: Plan, run_id: str, *, retain_data: bool, tell: Tell, patience_s: float) -> None:
@@ -119,10 +120,11 @@ async def _clean_run(plan: Plan, run_id: str, *, retain_data: bool, tell: Tell, 
 async def _clean_all(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: float) -> None:
     for run in plan.runs:
         await _stop_execution(plan.root, run.run_id, tell, patience_s)
-    await _stop_processes(plan.root, None, tell)
-    for item in plan_for_all(plan.root, retain_data=retain_data).removed:
-        tell(f"removing {item.what}: {item.path}")
-        remove(item.path)
+    with removing(plan.root):
+        await _stop_processes(plan.root, None, tell)
+        for item in plan_for_all(plan.root, retain_data=retain_data).removed:
+            tell(f"removing {item.what}: {item.path}")
+            remove(item.path)
     if retain_data:
         # What programs left half-copied is no data.
         for path, _, _ in os.walk(plan.root / "bucket"):
@@ -210,15 +212,22 @@ async def _forget_content(root: Path, run: Run, *, models: bool) -> None:
 
     Its cause stays, and says so: cleaning up must never begin a run. With `models` nothing points to its models.
     """
-    held = [decode(item.value, Claim) for item in look_at_root_records(root, claim_key(""))]
-    writes = [Write(key=one.key, value=None, expected=None) for one in held if one.run_id == run.run_id]
+    writes = [
+        # Not if another run takes it over in this moment.
+        Write(key=item.key, value=None, expected=item.version)
+        for item in look_at_root_records(root, claim_key(""))
+        if decode(item.value, Claim).run_id == run.run_id
+    ]
     cause = cause_of(root, run)
     if cause is not None and cause.run_id == run.run_id:
         removed = replace(cause, run_id=None, ignored=f"its run {run.run_id} was removed by `turnmill cleanup`")
         writes.append(Write(key=cause.key, value=encode(removed), expected=None))
     if models:
-        latest = [decode(item.value, LatestModel) for item in look_at_root_records(root, LATEST_MODEL_PREFIX)]
-        writes += [Write(key=one.key, value=None, expected=None) for one in latest if one.run_id == run.run_id]
+        writes += [
+            Write(key=item.key, value=None, expected=item.version)
+            for item in look_at_root_records(root, LATEST_MODEL_PREFIX)
+            if decode(item.value, LatestModel).run_id == run.run_id
+        ]
     await _write(root, writes)
 
 
@@ -259,19 +268,24 @@ def remove(path: Path) -> None:
 
 
 def _remove_if_empty(*folders: Path) -> None:
+    """One that somebody mounted, linked to or may not remove stays: it holds nothing of ours."""
     for folder in folders:
         if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+            with suppress(OSError):
+                folder.rmdir()
 
 
-def what_remains(plan: Plan) -> Remains:
+def what_remains(plan: Plan, *, retain_data: bool) -> Remains:
     """Looked for anew, not inferred from what was done."""
     found = [*processes_of(plan.root, plan.run_id), *(one for one in plan.processes if one.lives)]
     processes: dict[int, RunProcess] = {one.pid: one for one in found}
     ports = {port for one in processes.values() for port in one.ports}
-    kept = {str(item.path) for item in plan.retained}
-    folders = [plan.root / "runs" if plan.run_id is None else run_folder(plan.root, plan.run_id)]
-    folders += [item.path for item in plan.removed if str(item.path) not in kept]
+    folders = [item.path for item in plan.removed]
+    if plan.run_id is None:
+        # Not what somebody else has put into a folder of ours since it was seen.
+        folders = [item.path for item in plan_for_all(plan.root, retain_data=retain_data).removed]
+    else:
+        folders.append(run_folder(plan.root, plan.run_id))
     files = {entry.path for folder in folders for entry in files_below(folder)}
     files |= {str(folder) for folder in folders if folder.exists()}
     records = look_at_root_records(plan.root, run_key(plan.run_id or ""))

@@ -5,12 +5,14 @@ by runs and can be made again: it goes, checkpoints that were not published incl
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnmill.backends.embedded import (
     RunProcess,
+    disk,
     holder_of,
     look_at_root_records,
     open_bucket,
@@ -34,16 +36,17 @@ _PARTS = {
     "logs": "logs",
     "locks": "locks",
 }
-# Of a deployment, in the order in which they are removed: what says what there is goes last.
-ROOT_PARTS = {
-    "runs": "runs",
-    "bucket": "the bucket",
-    "control.json": "address of the API",
-    "control.token": "token of the API",
-    "logs": "logs",
-    "records": "records",
-    "locks": "locks",
+# Of a deployment, in the order in which they are removed: what says what there is goes last. People give their own
+# folders such names too, so of each it is told which names in it are Turnmill's.
+ROOT_FOLDERS = {
+    "runs": ("runs", re.compile(r"\d{8}-\d{6}-[0-9a-f]{4,}")),
+    "bucket": ("the bucket", re.compile(r"training-data|quarantine|models")),
+    "logs": ("logs", re.compile(r"(control|mlflow)\.log")),
+    "records": ("records", re.compile(r"[a-z_]+\.db(-wal|-shm)?")),
+    "locks": ("locks", re.compile(r"[a-z_]+\.lock")),
 }
+# They are there together, or the first one is somebody else's.
+ROOT_FILES = {"control.json": "address of the API", "control.token": "token of the API"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +99,35 @@ def plan_for_run(root: Path, run_id: str, *, retain_data: bool) -> Plan:
 def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
     """The whole deployment: what belongs to it, and nothing that somebody else put into its folder."""
     root = root.absolute()
-    items = [item for name, what in ROOT_PARTS.items() for item in _items(what, root / name)]
-    is_kept = {str(root / "bucket")} if retain_data else set()
     runs = tuple(look_at_runs(root))
+    known = {run.run_id for run in runs}
+    items = {name: _own_in(root / name, what, names, known) for name, (what, names) in ROOT_FOLDERS.items()}
+    has_token = (root / "control.token").exists()
+    files = [item for name, what in ROOT_FILES.items() if has_token for item in _items(what, root / name)]
+    of_runs, data = items.pop("runs"), items.pop("bucket")
+    last = [item for own in items.values() for item in own]
     return Plan(
         root=root,
         runs=runs,
         run_id=None,
         processes=_processes(root, None, runs),
-        removed=tuple(item for item in items if str(item.path) not in is_kept),
-        retained=tuple(item for item in items if str(item.path) in is_kept),
+        removed=(*of_runs, *(() if retain_data else data), *files, *last),
+        retained=tuple(data) if retain_data else (),
     )
+
+
+def _own_in(folder: Path, what: str, names: re.Pattern[str], known: Set[str]) -> list[Item]:
+    """The folder, if nothing in it is somebody else's; else what in it is Turnmill's, and a link that leads to it."""
+    try:
+        with disk(folder):
+            there = sorted(os.listdir(folder))
+    except NotFound:
+        there = []
+    own = [name for name in there if names.fullmatch(name) or (what == "runs" and name in known)]
+    if own == there and not folder.is_symlink():
+        return _items(what, folder)
+    link = _items(f"link to {what}", folder) if own == there else []
+    return [item for name in own for item in _items(what, folder / name)] + link
 
 
 def run_folder(root: Path, run_id: str) -> Path:
@@ -137,8 +158,9 @@ def cause_of(root: Path, run: Run) -> Cause | None:
 def files_below(path: Path) -> Iterator[os.DirEntry[str]]:
     """Everything below a folder that is no folder, links not followed; what vanishes meanwhile is left out."""
     try:
-        entries = list(os.scandir(path))
-    except (FileNotFoundError, NotADirectoryError):
+        with disk(path):
+            entries = list(os.scandir(path))
+    except NotFound:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
@@ -149,8 +171,9 @@ def files_below(path: Path) -> Iterator[os.DirEntry[str]]:
 
 def _parts_of(folder: Path) -> list[Item]:
     try:
-        others = sorted(entry.name for entry in os.scandir(folder) if entry.name not in _PARTS)
-    except FileNotFoundError:
+        with disk(folder):
+            others = sorted(name for name in os.listdir(folder) if name not in _PARTS)
+    except NotFound:
         return []
     names = {**{name: "temporary files" if name.startswith(".") else name for name in others}, **_PARTS}
     return [item for name, what in names.items() for item in _items(what, folder / name)]

@@ -66,7 +66,7 @@ class Origin:
 
 def new_run_id(now: float | None = None) -> str:
     """UTC time and a random suffix; opaque to everything else."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
 
 
 def check_order(order: Order) -> None:

@@ -1,5 +1,6 @@
 """What runs of a deployment cost: the forecast by which one is let in, and what each has used."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,11 @@ from turnmill.budget import (
 )
 from turnmill.config import Config, Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_limits
-from turnmill.errors import BudgetUsedUp, InvalidInput
+from turnmill.errors import BudgetUsedUp, InvalidInput, TurnmillError
 from turnmill.records import Metric, Run, RunKind, TrainingStatus, decode, training_key
 from turnmill.wiring.reading import list_runs, read_metrics
+
+logger = logging.getLogger(__name__)
 
 # Earlier runs that a forecast is made from, the latest ones.
 _MOST_RUNS = 5
@@ -99,7 +102,12 @@ async def _measured(root: Path, config: Config) -> Pace | None:
     found: list[tuple[dict[str, Any], Sequence[Metric]]] = []
     for run in reversed(await list_runs(root)):
         if run.kind is RunKind.TRAIN and {name: run.config.get(name) for name in _ALIKE} == wanted:
-            metrics = await read_metrics(root, run.run_id)
+            try:
+                metrics = await read_metrics(root, run.run_id)
+            except TurnmillError as error:
+                # What became of an earlier run's files must not keep others from beginning.
+                logger.warning("no forecast is made from run %s: %s", run.run_id, error)
+                continue
             if metrics:
                 found.append((run.config, metrics))
         if len(found) == _MOST_RUNS:
@@ -114,8 +122,13 @@ async def _promised_today(root: Path, run_id: str) -> float:
     for run in await list_runs(root):
         if run.run_id == run_id or not run.stages or max(run.resumed_at or 0.0, run.created_at) < begin:
             continue
-        usd = (await cost_of(root, run)).spent.usd
         likely = ((run.forecast or {}).get("usd") or {}).get("likely") or 0.0
+        try:
+            usd = (await cost_of(root, run)).spent.usd
+        except TurnmillError as error:
+            logger.warning("run %s counts with what was expected of it: %s", run.run_id, error)
+            total += likely
+            continue
         total += usd if run.status.is_final else max(usd, likely)
     return total
 

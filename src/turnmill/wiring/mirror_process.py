@@ -25,7 +25,7 @@ from turnmill.backends.mlflow import MlflowRuns
 from turnmill.config.deployment import MlflowStore, load_deployment
 from turnmill.records import Metric, Run, RunStatus
 from turnmill.telemetry import configure_logging
-from turnmill.wiring.reading import SeenSteps, look_at_run, look_at_runs
+from turnmill.wiring.reading import SeenSteps, look_at_runs
 from turnmill.wiring.variables import log_format
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class Mirror:
         self._done: dict[str, tuple[object, ...]] = {}
         # Runs that have ended and are mirrored to their end, with how they ended.
         self._ended: dict[str, str] = {}
+        # Runs that could not be sent the last time, by id.
+        self._failed: set[str] = set()
         # Told once, until it works again.
         self._trouble: str | None = None
         self._num_failures = 0
@@ -119,12 +121,18 @@ class Mirror:
 
     def look(self) -> bool:
         """Send what is new; False if something could not be sent."""
+        run_id = None
         try:
-            for run in self._runs():
+            # What is wrong may be the run's own, and must not hold up the others: those that failed come last.
+            for run in sorted(self._runs(), key=lambda run: run.run_id in self._failed):
+                run_id = run.run_id
                 self._send(run)
+                self._failed.discard(run_id)
         except Exception as error:
             # The supervision boundary: whatever MLflow, its plug-ins and their transports raise is no defect of a run.
             self._num_failures += 1
+            if run_id is not None:
+                self._failed.add(run_id)
             text = self._redact(f"{type(error).__name__}: {error}")[:500]
             if self._trouble is None:
                 logger.warning("MLflow can't be told, and is tried again until it can: %s", text)
@@ -137,7 +145,7 @@ class Mirror:
 
     def _runs(self) -> list[Run]:
         if self._run_id is not None:
-            return [look_at_run(self._root, self._run_id)]
+            return [run for run in look_at_runs(self._root) if run.run_id == self._run_id]
         return [run for run in look_at_runs(self._root) if self._is_ours(run)]
 
     def _is_ours(self, run: Run) -> bool:
@@ -262,13 +270,20 @@ def _is_number(value: object) -> bool:
 
 
 def _decoded(path: Path) -> Sent:
-    fields = json.loads(path.read_bytes())
-    steps = tuple((first, last, made) for first, last, made in fields.pop("steps"))
-    return Sent(steps=steps, evaluations=tuple(fields.pop("evaluations")), **fields)
+    """Where the file is damaged, as if nothing had been sent: MLflow is asked what it has then."""
+    try:
+        fields = json.loads(path.read_bytes())
+        steps = tuple((first, last, made) for first, last, made in fields.pop("steps"))
+        return Sent(steps=steps, evaluations=tuple(fields.pop("evaluations")), **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged: %s", path, error)
+        return Sent()
 
 
 def _save(path: Path, sent: Sent) -> None:
-    write_atomically(path, json.dumps(asdict(sent)).encode())
+    # A run may be cleaned up meanwhile: nothing of it must come back.
+    if path.parent.is_dir():
+        write_atomically(path, json.dumps(asdict(sent)).encode())
 
 
 def main() -> None:

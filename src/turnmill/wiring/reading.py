@@ -15,7 +15,7 @@ from turnmill.backends.embedded import (
     open_run,
     process_lives,
 )
-from turnmill.errors import NotFound
+from turnmill.errors import NotFound, TurnmillError
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
 from turnmill.records import (
@@ -100,6 +100,14 @@ def look_at_steps(root: Path, run_id: str) -> list[Metric]:
     status = look_at_training(root, run_id)
     found = look_at_metrics(root, run_id)
     return found if status is None else [metric for metric in found if metric.step <= status.step]
+
+
+def listed_steps(root: Path, run_id: str) -> tuple[list[Metric], str | None]:
+    """As `look_at_steps`, for a list of runs: one whose files are damaged has no steps, and why; it hides no other."""
+    try:
+        return look_at_steps(root, run_id), None
+    except TurnmillError as error:
+        return [], str(error)
 
 
 class SeenSteps:

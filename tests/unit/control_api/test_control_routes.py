@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import re
 from collections.abc import AsyncIterator
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.unit.control_api.conftest import Client, made_run, play, served, store, tree, until
 from turnmill.backends.embedded import open_root_records, open_run
+from turnmill.cli.commands import turnmill
 from turnmill.errors import Conflict
 from turnmill.ports import Message, Write
 from turnmill.records import Alert, AlertKind, RunStatus, SampleState, Severity, cancel_key, encode
@@ -115,6 +118,21 @@ async def test_a_damaged_file_is_an_answer_and_no_traceback(tmp_path: Path) -> N
         answer = await client.get("/api/v1/alerts")
         assert answer.status == 500 and "alerts.db" in answer.json["error"]["message"]
         assert (await client.get("/api/v1/runs")).status == 200
+
+
+async def test_a_run_whose_files_are_damaged_hides_no_other_one(tmp_path: Path) -> None:
+    await store(tmp_path, made_run("good"), made_run("bad"))
+    await play(tmp_path, made_run("bad"), num_steps=1, samples={})
+    (tmp_path / "runs" / "bad" / "metrics.jsonl").unlink()
+    (tmp_path / "runs" / "bad" / "metrics.jsonl").mkdir()
+    async with served(tmp_path) as client:
+        found = {run["run_id"]: run for run in (await client.get("/api/v1/runs")).json["runs"]}
+    assert "metrics.jsonl" in found["bad"]["unreadable"] and "unreadable" not in found["good"]
+    # A command has an event loop of its own.
+    listed = await asyncio.to_thread(CliRunner().invoke, turnmill, ["runs", "--json", "--root", str(tmp_path)])
+    assert [run["run_id"] for run in json.loads(listed.stdout)] == ["good", "bad"]
+    shown = await asyncio.to_thread(CliRunner().invoke, turnmill, ["runs", "--root", str(tmp_path)])
+    assert "the figures of run bad can't be read" in shown.stderr and "good" in shown.stdout
 
 
 async def test_a_run_that_nobody_has_is_cancelled_at_once_and_one_that_goes_on_is_asked(tmp_path: Path) -> None:

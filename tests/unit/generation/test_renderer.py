@@ -179,3 +179,12 @@ def test_the_text_of_a_message_never_becomes_a_control_token(text: str, tokenize
 def test_text_that_holds_what_cuts_texts_is_refused(renderer: Renderer) -> None:
     with pytest.raises(GenerationFailed, match=r"U\+FDD0"):
         renderer.opening([{"role": "user", "content": "a\ufdd0b"}])
+
+
+def test_rendered_texts_are_remembered_up_to_a_number_of_tokens(renderer: Renderer) -> None:
+    """Those of a server's clients never come again, and may be as long as a request."""
+    for number in range(8):
+        renderer.opening([{"role": "user", "content": "crane " * 300_000 + str(number)}])
+    assert 0 < renderer.num_remembered_tokens <= 2_000_000
+    once, again = [renderer.opening([USER]) for _ in range(2)]
+    assert once == again

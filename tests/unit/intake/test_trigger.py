@@ -121,3 +121,15 @@ async def test_content_that_is_gone_makes_no_run_and_what_can_not_be_read_now_is
     assert (letter.upload, letter.error, letter.place) == (upload_of("b.jsonl"), "changed while it was taken", None)
     assert (await intake.take(upload_of("a.jsonl"))).is_new is True
     assert [run.upload for run in await runs_of(records)] == ["a.jsonl"]
+
+
+async def test_an_id_that_is_drawn_twice_loses_no_upload(records: RecordStore) -> None:
+    """Defect 2: two uploads whose runs have the same name, and one of them is never trained."""
+    ids = iter(["same", "same", "same", "other"])
+    intake = Intake(records, new_run_id=lambda: next(ids), plan=(plans := Plans()).plan)
+    one, two = [await intake.take(upload_of(key)) for key in ("one.jsonl", "two.jsonl")]
+    assert (one.run_id, two.run_id, one.is_new, two.is_new) == ("same", "other", True, True)
+    assert plans.made == ["same", "other"]
+    again = Intake(records, new_run_id=lambda: "third", plan=plans.plan)
+    assert (await again.take(upload_of("two.jsonl"))).run_id == "other"
+    assert sorted(run.upload or "" for run in await runs_of(records)) == ["one.jsonl", "two.jsonl"]

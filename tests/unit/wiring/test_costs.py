@@ -92,6 +92,20 @@ async def test_a_forecast_is_made_from_runs_of_the_same_model_and_environment_al
     assert (await admitted(tmp_path, run(budget_tokens=4800))).forecast == found
 
 
+async def test_an_earlier_run_whose_files_are_damaged_keeps_no_other_from_beginning(tmp_path: Path) -> None:
+    (tmp_path / "turnmill.toml").write_text("[ceilings]\nusd_per_day = 1000\n")
+    await store(tmp_path, run("good", status=RunStatus.SUCCEEDED), steps=5)
+    for name in ("no-metrics", "no-records"):
+        await store(tmp_path, run(name, status=RunStatus.SUCCEEDED), steps=5)
+    folder = tmp_path / "runs"
+    (folder / "no-metrics" / "metrics.jsonl").unlink()
+    (folder / "no-metrics" / "metrics.jsonl").mkdir()
+    for file in (folder / "no-records" / "records").iterdir():
+        file.write_bytes(b"no database" * 1000)
+    found = await admitted(tmp_path, run())
+    assert found.forecast is not None and found.forecast["is_measured"] is True
+
+
 async def test_an_unknown_instance_type_does_not_begin(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean ml\.p5\.48xlarge"):
         await admitted(tmp_path, run(instance_type="ml.p5.48xlarg", instance_count=2))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -268,6 +269,33 @@ async def test_a_server_that_is_away_is_told_of_once_and_without_its_password(
     assert not mirroring.look() and not mirroring.look()
     assert caplog.text.count("is tried again until it can") == 1 and "a-password-of-mine" not in caplog.text
     assert (tmp_path / "runs" / "one" / "mlflow.json").exists(), "so that it is found later"
+
+
+@needs_mlflow
+async def test_a_run_whose_files_are_damaged_holds_up_no_other_one(tmp_path: Path, store: MlflowStore) -> None:
+    for name in ("a", "one", "z"):
+        await record(tmp_path, made_run(run_id=name), steps={1: 1})
+    for name in ("a", "z"):
+        (tmp_path / "runs" / name / "metrics.jsonl").unlink()
+        (tmp_path / "runs" / name / "metrics.jsonl").mkdir()
+    (tmp_path / "runs" / "one" / "mlflow.json").write_text("[1")
+    mirroring = mirror(tmp_path, store, None)
+    assert [mirroring.look() for _ in range(3)] == [False] * 3
+    await record(tmp_path, made_run(), steps={2: 1})
+    assert not mirroring.look()
+    seen = Seen(store)
+    assert seen.run.data.tags[RUN_TAG] == "one" and [step for step, _ in seen.steps("reward_mean")] == [1, 2]
+
+
+@needs_mlflow
+async def test_nothing_of_a_run_that_was_cleaned_up_comes_back(tmp_path: Path, store: MlflowStore) -> None:
+    await record(tmp_path, made_run(), steps={1: 1})
+    mirroring = mirror(tmp_path, store)
+    shutil.rmtree(tmp_path / "runs" / "one")
+    mirroring.look()
+    assert not (tmp_path / "runs" / "one").exists()
+    shutil.rmtree(tmp_path / "records")
+    assert mirroring.look()
 
 
 @needs_mlflow

@@ -37,7 +37,7 @@ from turnmill.backends.embedded.files import disk, process_lives, remove_abandon
 from turnmill.backends.embedded.infra import FolderRunInfra
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
 from turnmill.backends.embedded.letters import letters_in
-from turnmill.backends.embedded.locks import holder_of, only_one, take_all, wait_until_gone
+from turnmill.backends.embedded.locks import holder_of, one_of_many, only_one, take_all, wait_until_gone
 from turnmill.backends.embedded.looking import look
 from turnmill.backends.embedded.metrics import JsonlMetricSink
 from turnmill.backends.embedded.models import FolderModelStore
@@ -83,6 +83,7 @@ __all__ = [
     "look_at_root_records",
     "look_at_run_records",
     "look_at_samples",
+    "one_of_many",
     "only_one",
     "open_bucket",
     "open_quarantine",

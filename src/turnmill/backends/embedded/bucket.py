@@ -159,15 +159,16 @@ class FolderBucket:
         return path if os.path.isfile(path) else None
 
     def paths_of(self, key: str, cause: str) -> list[Path]:
-        """The sidecar and the file of an upload, as long as the file is the one that was the cause."""
+        """What lies beside an upload for it alone, then the file, as long as that is the one that was the cause."""
         path = self.folder / key
         try:
             version = version_of(path.lstat())
         except OSError:
             return []
-        sidecar = self.folder / (key.removesuffix(SUFFIX) + SIDECAR_SUFFIX)
-        is_same = f"{self.name}/{key}@{version}" == cause
-        return [*([sidecar] if os.path.isfile(sidecar) else []), path] if is_same else []
+        if f"{self.name}/{key}@{version}" != cause:
+            return []
+        beside = [self.folder / (key.removesuffix(SUFFIX) + suffix) for suffix in (SIDECAR_SUFFIX, HELD_OUT_SUFFIX)]
+        return [*filter(os.path.isfile, beside), path]
 
     def fetch(self, upload: Upload, target: Path) -> None:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""

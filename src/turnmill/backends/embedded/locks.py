@@ -42,17 +42,33 @@ async def take_lock(path: Path, patience_s: float) -> int:
 @contextmanager
 def only_one(path: Path, what: str) -> Iterator[None]:
     """Hold the lock for the duration; raises `Conflict` naming `what` where another process holds it."""
+    with _held(path, fcntl.LOCK_EX, what) as fd:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+
+
+@contextmanager
+def one_of_many(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock together with others; raises `Conflict` naming `what` where a process holds it for itself alone."""
+    with _held(path, fcntl.LOCK_SH, what) as fd:
+        # Whoever had it for itself is not to be named any more.
+        os.ftruncate(fd, 0)
+        yield
+
+
+@contextmanager
+def _held(path: Path, kind: int, what: str) -> Iterator[int]:
     with disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Conflict(f"{what} (pid {os.pread(fd, 20, 0).decode(errors='replace').strip()})") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
+            pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            raise Conflict(f"{what} (pid {pid})" if pid else what) from None
+        yield fd
     finally:
         os.close(fd)
 

@@ -1,8 +1,8 @@
 """The processes of a run, found without the process that started them, and ended by their pids.
 
-A process belongs to a run if its command line is that of a role of this run in this folder, or if such a one started
-it. Nothing is told by a name: another deployment's trainer is a trainer too. That none was overlooked is told by the
-locks which the roles hold (see `locks.take_all`).
+A process belongs to a run if its command line is that of a role of this run in this folder, or of its mirror, which may
+outlive control for some seconds, or if such a one started it. Nothing is told by a name: another deployment's trainer
+is a trainer too. That none was overlooked is told by the locks which the roles hold (see `locks.take_all`).
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from turnmill.backends.embedded.processes import role_of
 # How long a process that was asked to end may take.
 GRACE_S = 10.0
 _INTERVAL_S = 0.05
+_MIRROR = "turnmill.wiring.mirror_process"
 # Reading about a process fails when it ends in this moment, or where it is somebody else's: it is none of ours then.
 _UNKNOWN = (psutil.NoSuchProcess, psutil.AccessDenied)
 
@@ -58,12 +59,24 @@ def processes_of(root: Path, run_id: str | None) -> list[RunProcess]:
     """The role processes of a run, or of all runs of a deployment, and what they started; by pid."""
     found: dict[int, RunProcess] = {}
     for process in psutil.process_iter():
-        role = role_of(process, root)
+        role = role_of(process, root) or _mirror_of(process, root)
         if role is not None and run_id in (None, role[0]):
             for one in (process, *_descendants(process)):
                 name = role[1] if one is process else f"{role[1]}: {_command_of(one)}"
-                found.setdefault(one.pid, _run_process(one, role[0], name))
+                found.setdefault(one.pid, _run_process(one, role[0] or "", name))
     return sorted((one for one in found.values() if one.lives), key=lambda one: one.pid)
+
+
+def _mirror_of(process: psutil.Process, root: Path) -> tuple[str | None, str] | None:
+    """(run id, name) of what mirrors one run, or all of them: `python -m turnmill.wiring.mirror_process ROOT [RUN]`."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return None
+    given = command[command.index(_MIRROR) + 1 :] if _MIRROR in command else []
+    if not given or Path(given[0]).resolve() != root.resolve():
+        return None
+    return (given[1] if len(given) > 1 else None), "mlflow"
 
 
 def process_of(pid: int, run_id: str, name: str) -> RunProcess | None:
