@@ -53,7 +53,9 @@ class Dispatcher:
         *,
         policy: Policy = _DEFAULT,
         redactor: Redactor = _PATTERNS_ONLY,
+        command: str = "turnmill alerts",
     ) -> None:
+        """`command` lists the alerts of the deployment, wherever it is typed."""
         self._feed = feed
         self._channels = {channel.notifier.name: channel for channel in channels}
         if len(self._channels) != len(channels):
@@ -61,7 +63,7 @@ class Dispatcher:
         self._policy = policy
         self._redactor = redactor
         self._sender = Sender(feed, self._channels, policy, redactor)
-        self._held = HeldAlerts(feed, self._channels, self._spawn)
+        self._held = HeldAlerts(feed, self._channels, self._spawn, command)
         # Of two equal alerts at the same time one is counted.
         self._lock = asyncio.Lock()
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}

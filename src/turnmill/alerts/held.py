@@ -22,8 +22,12 @@ _RETRY_S = 30.0
 class HeldAlerts:
     """The rate limits of all channels and what they hold; `spawn(alert_id, channel)` has a summary delivered."""
 
-    def __init__(self, feed: Feed, channels: Mapping[str, Channel], spawn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, feed: Feed, channels: Mapping[str, Channel], spawn: Callable[[str, str], None], command: str
+    ) -> None:
+        """`command` lists alerts."""
         self._feed = feed
+        self._command = command
         self._spawn = spawn
         self._limiters = {name: Limiter(channel) for name, channel in channels.items()}
         self._held: dict[str, dict[str, Alert]] = {name: {} for name in channels}
@@ -89,7 +93,7 @@ class HeldAlerts:
         summary = new_alert(
             AlertKind.ALERTS_HELD,
             f"{len(held)} alerts were not sent here one by one, over this channel's rate: {told}",
-            command="turnmill alerts",
+            command=self._command,
             log_lines=[alert.summary for alert in held.values()],
         )
         worst = max((alert.severity for alert in held.values()), key=lambda severity: severity.rank)

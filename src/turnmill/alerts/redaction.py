@@ -20,8 +20,8 @@ _PATTERNS = tuple(
         # Incoming webhooks are secret as a whole.
         (r"(https?://hooks\.slack(?:-gov)?\.com/)[^\s\"'<>]+", rf"\1{_MASK}"),
         (r"(https?://(?:[\w-]+\.)?discord(?:app)?\.com/api/webhooks/)[^\s\"'<>]+", rf"\1{_MASK}"),
-        # https://user:password@host
-        (r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@\"'<>]+@", rf"\1{_MASK}@"),
+        # https://user:password@host; tried once a word, since a text of one long word would take its square otherwise.
+        (r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://)[^\s/@\"'<>]+@", rf"\1{_MASK}@"),
         (r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"',;]+", rf"\1{_MASK}"),
         (r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}", rf"\1{_MASK}"),
         # name=value, name: value, "name": "value"; also as a part of a longer name (HF_TOKEN=...).

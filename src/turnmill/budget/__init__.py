@@ -10,7 +10,7 @@ from turnmill.budget.allowance import Allowance
 from turnmill.budget.ceilings import PARAMETERS, raised, within_ceilings
 from turnmill.budget.forecast import Forecast, Pace, Range, forecast, pace_of, problems_of
 from turnmill.budget.meter import Breach, Meter, spent_by, usd_per_hour_of, used_up
-from turnmill.budget.prices import LOCAL, Prices, Rate, load_prices, rate_of
+from turnmill.budget.prices import LOCAL, Prices, Rate, check_price, load_prices, rate_of
 from turnmill.budget.spending import Spent, clocks, num_tokens, run_seconds, stage_hours, usd_of
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Range",
     "Rate",
     "Spent",
+    "check_price",
     "clocks",
     "forecast",
     "load_prices",

@@ -10,7 +10,8 @@ from turnmill.errors import ConfigError, InvalidInput
 FILE = "turnmill.toml"
 # Parameters that limit what a run may use; 0 is no limit where that is allowed at all.
 PARAMETERS = ("budget_usd", "budget_tokens", "max_runtime_s")
-_UNSET = ("default", "recipe.toml", FILE)
+_UNSET = ("default", "recipe.toml")
+_DEFAULTS = to_dict(Config())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,14 @@ def _ceilings(ceilings: Ceilings) -> list[_Ceiling]:
 
 
 def within_ceilings(resolved: Resolved, ceilings: Ceilings) -> Resolved:
-    """Each budget that nobody set becomes the ceiling where that is lower.
+    """Each budget that nobody set becomes the ceiling where that is lower, and follows it when it is changed.
 
     Raises `ConfigError`, naming both values, for one that was set beyond it: by a file, a variable, a flag, a sidecar.
     """
     values, sources = to_dict(resolved.config), dict(resolved.sources)
+    for name in PARAMETERS:
+        if sources[name] == FILE:
+            values[name], sources[name] = _DEFAULTS[name], "default"
     problems: list[str] = []
     for ceiling in _ceilings(ceilings):
         name, value, source = ceiling.parameter, values[ceiling.parameter], sources[ceiling.parameter]
@@ -49,6 +53,12 @@ def within_ceilings(resolved: Resolved, ceilings: Ceilings) -> Resolved:
                 f"([ceilings] of {FILE}); set {name} to at most {shown(ceiling.value)}, or leave it out"
             )
         values[name], sources[name] = ceiling.value, FILE
+    price_source = sources.get("usd_per_hour", "default")
+    if (ceilings.usd or ceilings.usd_per_day) and price_source.startswith("sidecar "):
+        problems.append(
+            f"usd_per_hour = {shown(values['usd_per_hour'])} ({price_source}): {FILE} has ceilings in dollars, and "
+            "what an hour costs is not for an upload to say; leave it out"
+        )
     if problems:
         many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"{many} in the configuration:", *problems]))

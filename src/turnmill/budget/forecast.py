@@ -163,7 +163,8 @@ def problems_of(
                 "max_steps"
             )
     needed = _needed(found, found.usd)
-    if per_day and spent_today + needed > per_day:
+    is_free = found.usd_per_hour == 0
+    if per_day and not is_free and (spent_today + needed > per_day or spent_today >= per_day):
         problems.append(
             f"usd_per_day = {per_day:g} ([ceilings] of turnmill.toml) is not enough: the runs of today have used or "
             f"were promised {spent_today:.2f} USD, and this one will take {_how(found)} {needed:.2f} USD"

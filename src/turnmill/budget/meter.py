@@ -117,16 +117,15 @@ class Meter:
         self._usd_per_hour = usd_per_hour_of(run)
         self._began = time.monotonic()
         self._began_at = time.time()
-        # Of earlier attempts.
-        self._before_s = 0.0
+        # Of earlier attempts, and of earlier processes in this one: it is counted up when something was done in it.
+        self._before_s = self._begun_s = 0.0
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Count on from the earlier attempts."""
-        earlier = [
-            clock for clock in await clocks(self._records, self._run.run_id) if clock.attempt < self._run.attempt
-        ]
-        self._before_s = run_seconds(earlier)
+        found = [clock for clock in await clocks(self._records, self._run.run_id) if clock.attempt <= self._run.attempt]
+        self._before_s = run_seconds(found)
+        self._begun_s = run_seconds([clock for clock in found if clock.attempt == self._run.attempt])
         await self._write()
         self._keeping = asyncio.create_task(self._keep(), name="run clock")
 
@@ -171,7 +170,7 @@ class Meter:
         clock = RunClock(
             run_id=self._run.run_id,
             attempt=self._run.attempt,
-            began_at=self._began_at,
-            seconds=time.monotonic() - self._began,
+            began_at=self._began_at - self._begun_s,
+            seconds=self._begun_s + time.monotonic() - self._began,
         )
         await self._records.write([Write(key=clock.key, value=encode(clock), expected=None)])

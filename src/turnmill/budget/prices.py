@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnmill import assets
-from turnmill.config import Config, PriceSettings
+from turnmill.config import Config, PriceSettings, Resolved
 from turnmill.config.values import suggest
 from turnmill.errors import ConfigError, printable
 
@@ -61,17 +61,18 @@ def rate_of(config: Config, prices: Prices) -> Rate:
     """
     count = config.instance_count
     if config.instance_type == LOCAL:
-        if not config.usd_per_hour:
+        own = config.usd_per_hour or prices.usd_per_hour.get(LOCAL, 0.0)
+        if not own:
             return Rate(usd_per_hour=0.0, text="a local machine costs nothing unless usd_per_hour is given")
-        usd = config.usd_per_hour * count
-        return Rate(usd_per_hour=usd, text=f"{count} x local at {config.usd_per_hour:g} USD/h (usd_per_hour)")
+        source = "usd_per_hour" if config.usd_per_hour else "[prices]"
+        return Rate(usd_per_hour=own * count, text=f"{count} x local at {own:g} USD/h ({source})")
     each = config.usd_per_hour or prices.of(config.instance_type)
     needed = config.generation_replicas + 1
     if needed > count:
         raise ConfigError(
             f"generation_replicas = {config.generation_replicas} and the trainer need {needed} instances, "
-            f"instance_count = {count}: set instance_count to {needed}, or generation_replicas to "
-            f"{max(1, count - 1)}"
+            f"instance_count = {count}: set instance_count to {needed}"
+            + (f", or generation_replicas to {count - 1}" if count > 1 else "")
         )
     beside = (
         prices.of("eks-control-plane")
@@ -85,6 +86,17 @@ def rate_of(config: Config, prices: Prices) -> Rate:
         text=f"{count} x {config.instance_type} at {each:g} USD/h ({source}) and {beside:.3f} USD/h for EKS, NAT and "
         f"one Fargate worker of {_WORKER_VCPU} vCPU and {_WORKER_GB} GB",
     )
+
+
+def check_price(resolved: Resolved, prices: Prices) -> None:
+    """Raise `ConfigError` for a price that makes a ceiling in dollars hold less: one below the list's."""
+    given, listed = resolved.config.usd_per_hour, prices.usd_per_hour.get(resolved.config.instance_type, 0.0)
+    if 0 < given < listed:
+        raise ConfigError(
+            f"usd_per_hour = {given:g} ({resolved.sources['usd_per_hour']}) is less than the {listed:g} of "
+            f"{resolved.config.instance_type} in the list of {prices.date}, and turnmill.toml has ceilings in dollars: "
+            "leave it out, or have [prices] in turnmill.toml say so"
+        )
 
 
 def _read(path: Path) -> Prices:

@@ -13,7 +13,8 @@ from turnmill.cli import render
 from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.show import choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
-from turnmill.health.diagnosis import Diagnosis, Report, Verdict, examine
+from turnmill.health.diagnosis import examine
+from turnmill.health.report import Diagnosis, Report, Verdict
 from turnmill.health.snapshot import Snapshot
 from turnmill.records import RunStatus
 from turnmill.wiring.examining import examine_anew
@@ -29,7 +30,8 @@ _STYLES = {Verdict.STALLED: "bold red", Verdict.FAULTY: "bold red", Verdict.ENDE
 @json_option("Print one object.")
 @click.pass_context
 def doctor(ctx: click.Context, run_id: str | None, root: Path, as_json: bool) -> None:
-    """Say whether RUN makes progress, which part holds it up and what to do; without RUN the one that goes on.
+    """Say whether RUN makes progress, which part holds it up and what to do; without RUN the one that goes on, or else
+    the next one that waits.
 
     Looks at the run's files and processes itself, and needs none of them: its control process may be stopped or gone.
 
@@ -40,7 +42,9 @@ def doctor(ctx: click.Context, run_id: str | None, root: Path, as_json: bool) ->
     if run_id is not None:
         chosen = choose_run(runs, root, run_id)
     else:
-        chosen = going[0] if len(going) == 1 else only_active(runs, root)
+        waiting = [run for run in runs if run.status is RunStatus.QUEUED]
+        about = going or waiting[:1]
+        chosen = about[0] if len(about) == 1 else only_active(runs, root)
     seen = examine_anew(root, chosen.run_id)
     report = examine(seen)
     if as_json:

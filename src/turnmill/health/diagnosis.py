@@ -9,72 +9,33 @@ stopped worker waits too, and each of those would look like a cause of its own.
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import replace
 
+from turnmill.health.report import Diagnosis, Report, Verdict
 from turnmill.health.snapshot import CONTROL, TRAINER, ProcessState, QueueView, Snapshot
 from turnmill.records import ErrorClass, RunStatus, StageRecord
 
-DISK, ENVIRONMENT, STORE, DATA = "disk", "environment", "store", "data"
+DISK, ENVIRONMENT, STORE, DATA, BUDGET = "disk", "environment", "store", "data", "budget"
 # Below it SQLite, logs and checkpoints soon fail, or did already.
 LOW_BYTES, LOW_FILES = 8 << 20, 16
 # A replica that has to finish a call first serves the version before for so long, at most.
 SWAP_S = 10.0
+# How the processes are called that a stage starts and waits for.
+_STARTING = {"Preflight": "preflight-", "StartGeneration": "replica-", "StartRewardWorkers": "worker-"}
 _NUM_LINES = 8
 # How an operation that found no space says so, in the words of the ports.
 _FULL = "the disk is full"
-_ROLE = re.compile(r"\b(?:worker-\d+|replica-\d+|trainer|environment)\b")
-
-
-class Verdict(StrEnum):
-    """What there is to say about a run as a whole."""
-
-    WAITING = "waiting for its turn"
-    PROGRESSING = "progressing"
-    # Nothing was achieved for longer than its limit.
-    STALLED = "stalled"
-    # It may still move, and something is wrong.
-    FAULTY = "something is wrong"
-    ENDED_WELL = "ended as it should"
-    ENDED_BADLY = "ended badly"
-
-    @property
-    def is_healthy(self) -> bool:
-        return self in (Verdict.WAITING, Verdict.PROGRESSING, Verdict.ENDED_WELL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """One cause."""
-
-    # A process of the run by its name, `environment`, `disk`, `store`, or `message ID`.
-    role: str
-    # One line.
-    summary: str
-    evidence: tuple[str, ...] = ()
-    # What to do, in order; each can be typed as it is.
-    commands: tuple[str, ...] = ()
-    log_lines: tuple[str, ...] = ()
-    # Key of the record of a conversation that shows it.
-    conversation: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the doctor says."""
-
-    verdict: Verdict
-    # One line: where the run is.
-    summary: str
-    # The first one is the cause, as far as can be told; others may follow from it.
-    diagnoses: tuple[Diagnosis, ...] = ()
+# How a run that has used up its budget says so, with the command that goes on.
+_USED_UP = re.compile(r"is used up: .*(turnmill resume .+)")
+_ROLE = re.compile(r"\b(?:preflight-\d+|worker-\d+|replica-\d+|trainer|environment)\b")
 
 
 def examine(seen: Snapshot) -> Report:
     """The verdict on a run and the causes of what is wrong with it."""
     run = seen.run
     if run.status is RunStatus.QUEUED:
-        return Report(verdict=Verdict.WAITING, summary="waits for one of the slots of `turnmill up`")
+        waits = Report(verdict=Verdict.WAITING, summary="waits for one of the slots of `turnmill up`")
+        return waits if seen.is_served else replace(waits, verdict=Verdict.FAULTY, diagnoses=(_unserved(seen),))
     if run.status is RunStatus.ACTIVE or run.status is RunStatus.INTERRUPTED:
         found = tuple(_unique(_faults(seen)))
         if seen.is_stalled:
@@ -84,6 +45,14 @@ def examine(seen: Snapshot) -> Report:
     if run.status is RunStatus.FAILED:
         return Report(verdict=Verdict.ENDED_BADLY, summary=_ending(seen), diagnoses=(_failure(seen),))
     return Report(verdict=Verdict.ENDED_WELL, summary=_ending(seen))
+
+
+def _unserved(seen: Snapshot) -> Diagnosis:
+    return Diagnosis(
+        role=CONTROL,
+        summary="no `turnmill up` serves this deployment: no run that waits is begun",
+        commands=(f"turnmill up{_at(seen)}",),
+    )
 
 
 def _where(seen: Snapshot) -> str:
@@ -186,7 +155,8 @@ def _refusing(seen: Snapshot) -> Iterator[Diagnosis]:
     if seen.current is None or (seen.current_age_s or 0.0) < SWAP_S:
         return
     for name, version in seen.served.items():
-        errors = [line for line in _last(seen, name) if str(seen.current) in line]
+        named = re.compile(rf"(?<![\d.]){re.escape(str(seen.current))}(?!\.?\d)")
+        errors = [line for line in _last(seen, name) if named.search(line)]
         is_idle = seen.idle_s >= SWAP_S
         if version != seen.current and is_idle and (errors or seen.is_stalled):
             yield Diagnosis(
@@ -255,7 +225,7 @@ def _poison(seen: Snapshot) -> Iterator[Diagnosis]:
 
 def _suspects(seen: Snapshot) -> tuple[Diagnosis, ...]:
     """Of a stalled run whose processes are all there: who has work in hand and does not bring it to its end?"""
-    starting = {"StartGeneration": "replica-", "StartRewardWorkers": "worker-"}.get(seen.stage or "")
+    starting = _STARTING.get(seen.stage or "")
     if starting is not None:
         names = [process.name for process in seen.processes if process.name.startswith(starting)]
         found = [_suspect(seen, name, f"{name} was started and is not ready") for name in names]
@@ -294,7 +264,9 @@ def _waiting_samples(seen: Snapshot) -> Iterator[Diagnosis]:
 def _waiting_trainer(seen: Snapshot) -> Iterator[Diagnosis]:
     responses = seen.queues.get("rollout_response", QueueView())
     if responses.num_open:
-        yield _suspect(seen, TRAINER, f"{responses.num_open} samples ended and the trainer takes none of the news")
+        # The baseline and the evaluations are control's.
+        taker = TRAINER if seen.process(TRAINER) is not None else CONTROL
+        yield _suspect(seen, taker, f"{responses.num_open} samples ended and {taker} takes none of the news")
     elif seen.process(TRAINER) is not None and not seen.samples.num_open:
         doing = "makes a step of its recorded batch" if seen.has_recorded_batch else "has asked for no sample"
         yield _suspect(seen, TRAINER, f"no sample is open, and the trainer {doing} without an end")
@@ -336,19 +308,26 @@ def _failure(seen: Snapshot) -> Diagnosis:
     role = named[0] if named else CONTROL
     if _FULL in error:
         role = DISK
-    elif failed is not None and failed.name == "ValidateData":
+    elif _USED_UP.search(first):
+        role = BUDGET
+    elif run.refused is not None or (failed is not None and failed.name == "ValidateData"):
         role = DATA
     return Diagnosis(
         role=role,
         summary=f"{failed.name if failed else 'it'} failed: {first}",
         evidence=tuple(line.strip() for line in error.split("\n")[1:]),
-        commands=(f"turnmill status {run.run_id}{_at(seen)}", *_remedies(seen, failed)),
-        log_lines=_last(seen, role),
+        commands=(f"turnmill status {run.run_id}{_at(seen)}", *_remedies(seen, failed, role, first)),
+        log_lines=_last(seen, role if seen.logs.get(role) else CONTROL),
     )
 
 
-def _remedies(seen: Snapshot, failed: StageRecord | None) -> tuple[str, ...]:
-    """What may help a run that failed in that stage; nothing where its error has the command."""
+def _remedies(seen: Snapshot, failed: StageRecord | None, role: str, error: str) -> tuple[str, ...]:
+    """What may help a run that failed in that stage."""
+    if (used_up := _USED_UP.search(error)) is not None:
+        return (used_up[1],)
+    if role == DATA and seen.run.upload is not None:
+        again = f"turnmill dlq redrive trigger/{seen.run.run_id}{_at(seen)}"
+        return (f"{again}  # once it is corrected in quarantine: a new run",)
     why = failed.error_class if failed is not None else None
     if seen.run.refused is not None or why in (ErrorClass.BUDGET, ErrorClass.INVALID_INPUT):
         return ()

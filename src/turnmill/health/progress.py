@@ -13,8 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# The stages in which much is told; all others tell nothing until they are done, and may take so long for it, however
+# short the limit: the preflight plays for a minute and a half, a model is read from a slow disk.
+TELLING_STAGES, QUIET_S = ("SubmitTraining", "Evaluate"), 120.0
 # Share of a core below which a process that should compute does nothing.
 COMPUTING_CORES = 0.1
+
+
+def stall_after(limit_s: float, stage: str | None) -> float:
+    """Seconds without progress after which a run that is in this stage is stalled, by the limit of the run."""
+    return limit_s if stage in TELLING_STAGES else max(limit_s, QUIET_S)
 
 
 @dataclass(frozen=True, kw_only=True)

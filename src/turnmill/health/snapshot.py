@@ -78,6 +78,12 @@ class SamplesView:
         return self.by_state.get("requested", 0) + self.by_state.get("leased", 0)
 
 
+def running_stage(run: Run) -> str | None:
+    """The stage that is being walked; None before the first, between two and after the last."""
+    running = [stage.name for stage in run.current_stages if stage.state == "running"]
+    return running[-1] if running else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """All that the rules know."""
@@ -106,6 +112,8 @@ class Snapshot:
     # What is left of the disk that holds the run; None where it can't be told.
     free_bytes: int | None = None
     free_files: int | None = None
+    # A `turnmill up` serves the deployment: runs that wait get their turn.
+    is_served: bool = True
     # What could not be looked at, and why.
     unreadable: tuple[str, ...] = ()
 
@@ -116,8 +124,7 @@ class Snapshot:
     @property
     def stage(self) -> str | None:
         """That is being walked; None before the first and after the last."""
-        running = [stage.name for stage in self.run.current_stages if stage.state == "running"]
-        return running[-1] if running else None
+        return running_stage(self.run)
 
     def process(self, name: str) -> ProcessView | None:
         return next((process for process in self.processes if process.name == name), None)

@@ -90,14 +90,15 @@ async def walk(
     cancel: asyncio.Event,
     *,
     when_cancelled: Callable[[], RunStatus] = lambda: RunStatus.CANCELLED,
+    failure: TurnmillError | None = None,
 ) -> tuple[Run, TurnmillError | None]:
     """Walk the table to its end; the run record is final afterwards. Returns it with what went wrong, if anything.
 
     `when_cancelled` says which status cancelling leads to: a run that goes on later waits for its turn again.
+    `failure` has ended the run already: only what always runs is left of it.
 
     An error that is not a `TurnmillError` is a defect: Teardown runs, then it is raised.
     """
-    failure: TurnmillError | None = None
     defect: Exception | None = None
     for stage in stages:
         if (failure or defect) and not stage.always:

@@ -30,7 +30,8 @@ async def open_alarms(root: Path) -> AsyncIterator[Dispatcher]:
     """
     settings = load_deployment(root, os.environ).alerts
     records = open_root_records(root)
-    dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=Redactor([*secrets_of(settings)]))
+    redactor = Redactor([*secrets_of(settings)])
+    dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=redactor, command=command(root, "alerts"))
     # Released in reverse: the turn, when nothing is delivered any more, then the records.
     with ExitStack() as stack:
         stack.callback(records.close)

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
-from turnmill.wiring.costs import admitted
+from turnmill.wiring.costs import admission
 from turnmill.wiring.measuring import play
 from turnmill.wiring.quarantine import is_sidecars, quarantine
 from turnmill.wiring.reading import as_seen, began
@@ -143,17 +143,19 @@ async def execute(
         pid=os.getpid(),
         pid_began=began(os.getpid()),
     )
-    run = await admitted(root, run)
-    config = from_dict(run.config)
-    runs = open_root_records(root)
-    try:
-        async with cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why:
-            record = await RunRecord.create(runs, run)
-            created(run)
-            async with open_control(root, run, config, token) as ctx:
-                return await walk_monitored(root, ctx, record, why, None)
-    finally:
-        runs.close()
+    async with AsyncExitStack() as letting_in:
+        run = await letting_in.enter_async_context(admission(root, run))
+        config = from_dict(run.config)
+        runs = open_root_records(root)
+        try:
+            async with cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why:
+                record = await RunRecord.create(runs, run)
+                await letting_in.aclose()
+                created(run)
+                async with open_control(root, run, config, token) as ctx:
+                    return await walk_monitored(root, ctx, record, why, None)
+        finally:
+            runs.close()
 
 
 async def begin(
@@ -169,20 +171,22 @@ async def begin(
         if (status := as_seen(record.run).status) not in (RunStatus.QUEUED, RunStatus.INTERRUPTED):
             raise Conflict(f"run {run_id} does not wait to be begun: it is {status}")
         run, config = record.run, from_dict(record.run.config)
-        try:
-            await _check_queued(root, runs, run, config)
-            run = await admitted(root, run)
-            config = from_dict(run.config)
-        except InvalidInput as error:
-            await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
-            return record.run, error
         token = new_token()
-        # Wishes count from here on: before, a run that is cancelled has not begun.
-        async with cancellable(runs, run_id, cancel, when_cancelled) as why:
-            active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
-            await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
-            async with open_control(root, record.run, config, token) as ctx:
-                return await walk_monitored(root, ctx, record, why, alarms)
+        async with AsyncExitStack() as letting_in:
+            try:
+                await _check_queued(root, runs, run, config)
+                run = await letting_in.enter_async_context(admission(root, run))
+            except InvalidInput as error:
+                await record.save(replace(run, status=RunStatus.FAILED, ended_at=time.time(), error=str(error)))
+                return record.run, error
+            config = from_dict(run.config)
+            # Wishes count from here on: before, a run that is cancelled has not begun.
+            async with cancellable(runs, run_id, cancel, when_cancelled) as why:
+                active = replace(run, status=RunStatus.ACTIVE, worker_token_hash=hash_of(token))
+                await record.save(replace(active, pid=os.getpid(), pid_began=began(os.getpid())))
+                await letting_in.aclose()
+                async with open_control(root, record.run, config, token) as ctx:
+                    return await walk_monitored(root, ctx, record, why, alarms)
     finally:
         runs.close()
 

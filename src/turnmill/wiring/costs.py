@@ -1,36 +1,42 @@
 """What runs of a deployment cost: the forecast by which one is let in, and what each has used."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from turnmill.backends.embedded import open_run
+from turnmill.backends.embedded import only_one, open_run
 from turnmill.budget import (
     PARAMETERS,
     Breach,
     Forecast,
     Pace,
     Spent,
+    check_price,
     clocks,
     forecast,
     load_prices,
     pace_of,
     problems_of,
     rate_of,
+    run_seconds,
     spent_by,
     stage_hours,
+    usd_of,
+    usd_per_hour_of,
     used_up,
     within_ceilings,
 )
 from turnmill.config import Config, Resolved, from_dict, to_dict
-from turnmill.config.deployment import load_limits
-from turnmill.errors import BudgetUsedUp, InvalidInput, TurnmillError
-from turnmill.records import Metric, Run, RunKind, TrainingStatus, decode, training_key
+from turnmill.config.deployment import FILE, load_limits
+from turnmill.errors import BackendUnavailable, BudgetUsedUp, Conflict, InvalidInput, TurnmillError
+from turnmill.records import Metric, Run, RunClock, RunKind, RunStatus, TrainingStatus, decode, training_key
 from turnmill.wiring.reading import list_runs, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -40,6 +46,10 @@ _MOST_RUNS = 5
 # What makes the pace of one run that of another.
 _ALIKE = ("base_model", "env", "env_args", "instance_type")
 _DAY_S = 86400.0
+# How long a run waits until another one is let in.
+_TURN_S, _PAUSE_S = 60.0, 0.05
+# What is left of a day on which nothing is left.
+_LEAST_USD = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +77,75 @@ class RunCost:
         }
 
 
+@asynccontextmanager
+async def admission(root: Path, run: Run) -> AsyncIterator[Run]:
+    """The run as it may begin, see `admitted`; its record is written inside, before the next one of a day is let in."""
+    if not load_limits(root)[0].usd_per_day:
+        yield await admitted(root, run)
+        return
+    with ExitStack() as stack:
+        end = time.monotonic() + _TURN_S
+        while True:
+            try:
+                stack.enter_context(only_one(root / "locks" / "admission.lock", "another run is being let in"))
+                break
+            except Conflict as error:
+                if time.monotonic() > end:
+                    raise BackendUnavailable(f"{error}, and takes too long for it; try again later") from error
+            await asyncio.sleep(_PAUSE_S)
+        yield await admitted(root, run)
+
+
 async def admitted(root: Path, run: Run) -> Run:
     """The run as it may begin: within the deployment's ceilings, with its forecast.
 
     Raises `ConfigError` for a budget beyond a ceiling or an unknown instance type, `InvalidInput` where a budget is
     not enough.
     """
-    ceilings, _ = load_limits(root)
+    ceilings, prices = load_limits(root)
     resolved = within_ceilings(Resolved(config=from_dict(run.config), sources=run.sources), ceilings)
+    if ceilings.usd or ceilings.usd_per_day:
+        check_price(resolved, load_prices(prices))
     found = await forecast_of(root, resolved.config, run.kind, has_eval_data=run.eval_path is not None)
     today = await _promised_today(root, run.run_id) if ceilings.usd_per_day else 0.0
     if problems := problems_of(found, resolved.config, resolved.sources, today, ceilings.usd_per_day):
         raise InvalidInput("\n  ".join(["the run would stop before its end:", *problems]))
+    if ceilings.usd_per_day and found.usd_per_hour:
+        resolved = _within_rest(resolved, ceilings.usd_per_day - today)
     return replace(run, config=to_dict(resolved.config), sources=resolved.sources, forecast=msgspec.to_builtins(found))
+
+
+async def within_day(root: Path, run: Run, resolved: Resolved) -> Resolved:
+    """The parameters of a run that goes on: it spends no more than the other runs of the day leave."""
+    per_day = load_limits(root)[0].usd_per_day
+    if not per_day or not usd_per_hour_of(run):
+        return resolved
+    earlier = usd_of(run_seconds(await _earlier_clocks(root, run)), usd_per_hour_of(run))
+    return _within_rest(resolved, earlier + per_day - await _promised_today(root, run.run_id))
+
+
+async def _earlier_clocks(root: Path, run: Run) -> list[RunClock]:
+    """Of the attempts that began before this day."""
+    ports = open_run(root, run.run_id, num_replicas=0)
+    try:
+        return [clock for clock in await clocks(ports.records, run.run_id) if clock.began_at < _today()]
+    finally:
+        ports.close()
+
+
+def _today() -> float:
+    """When this day (UTC) began."""
+    return time.time() // _DAY_S * _DAY_S
+
+
+def _within_rest(resolved: Resolved, rest: float) -> Resolved:
+    """With the rest of a day's dollars as the budget, unless that is lower."""
+    # 0 is no limit.
+    rest = max(rest, _LEAST_USD)
+    if 0 < resolved.config.budget_usd <= rest:
+        return resolved
+    sources = {**resolved.sources, "budget_usd": FILE}
+    return Resolved(config=replace(resolved.config, budget_usd=rest), sources=sources)
 
 
 async def forecast_of(root: Path, config: Config, kind: RunKind, *, has_eval_data: bool) -> Forecast:
@@ -116,20 +182,24 @@ async def _measured(root: Path, config: Config) -> Pace | None:
 
 
 async def _promised_today(root: Path, run_id: str) -> float:
-    """Dollars of the other runs that began on this day (UTC): used, or expected where they go on."""
-    begin = time.time() // _DAY_S * _DAY_S
+    """Dollars of the other runs that began on this day (UTC): used, or expected where they go on.
+
+    Where nothing was measured that may be as much as the run's budget.
+    """
     total = 0.0
     for run in await list_runs(root):
-        if run.run_id == run_id or not run.stages or max(run.resumed_at or 0.0, run.created_at) < begin:
+        has_begun = run.stages or run.status is RunStatus.ACTIVE
+        if run.run_id == run_id or not has_begun or max(run.resumed_at or 0.0, run.created_at) < _today():
             continue
-        likely = ((run.forecast or {}).get("usd") or {}).get("likely") or 0.0
+        likely = ((run.forecast or {}).get("usd") or {}).get("likely")
+        promised = from_dict(run.config).budget_usd if likely is None else likely
         try:
             usd = (await cost_of(root, run)).spent.usd
         except TurnmillError as error:
             logger.warning("run %s counts with what was expected of it: %s", run.run_id, error)
-            total += likely
+            total += promised
             continue
-        total += usd if run.status.is_final else max(usd, likely)
+        total += usd if run.status.is_final else max(usd, promised)
     return total
 
 
@@ -148,16 +218,26 @@ async def costs_of_all(root: Path) -> list[RunCost]:
     return [await cost_of(root, run) for run in await list_runs(root)]
 
 
-async def check_unspent(root: Path, run: Run) -> None:
-    """Raise `BudgetUsedUp` with the figures where the run, with the budgets that it has now, could not go on."""
+async def used_up_by(root: Path, run: Run, *, from_step: int | None = None) -> BudgetUsedUp | None:
+    """The error, with the figures, of a run that could not go on with the budgets that it has now.
+
+    `from_step`: it is to go on after this step, and not where it is.
+    """
     ports = open_run(root, run.run_id, num_replicas=0)
     try:
         spent = await spent_by(ports.records, run)
-        name = used_up(from_dict(run.config), spent)
-        if name is None:
-            return
         (stored,) = await ports.records.get([training_key(run.run_id)])
         training = decode(stored.value, TrainingStatus) if stored else None
-        raise BudgetUsedUp(Breach(run=run, name=name, spent=spent, training=training, root=root).text)
+        name = used_up(_limited(run, training if from_step is None else None), spent)
+        if name is None:
+            return None
+        return BudgetUsedUp(Breach(run=run, name=name, spent=spent, training=training, root=root).text)
     finally:
         ports.close()
+
+
+def _limited(run: Run, training: TrainingStatus | None) -> Config:
+    """The run's parameters; without a budget of tokens where none will be generated any more."""
+    config = from_dict(run.config)
+    is_played = training is not None and training.state == "succeeded" and run.eval_path is None
+    return replace(config, budget_tokens=0) if is_played else config

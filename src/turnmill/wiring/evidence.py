@@ -14,7 +14,7 @@ from turnmill.wiring.logs import matches
 # Of the log of each role that is shown.
 _NUM_LINES = 10
 # Records of samples that are looked through for one that failed: a tenth of a second of reading.
-_MOST_SAMPLES = 20_000
+_MOST_SAMPLES, _PAGE = 20_000, 500
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -39,14 +39,27 @@ def last_lines(root: Path, run_id: str, roles: Sequence[str] = ()) -> list[str]:
 def failing_conversation(root: Path, run_id: str) -> str | None:
     """Key of the record of the last sample that has no reward; where all have one, of the lowest one's.
 
-    None where nothing was played, or where the records can't be read: an alert is worth more than its evidence.
+    Of the training, or of the baseline where that was not begun. None where nothing was played, or where the records
+    can't be read: an alert is worth more than its evidence.
     """
     try:
-        stored = look_at_run_records(root, run_id, sample_prefix(run_id, Purpose.TRAIN), limit=_MOST_SAMPLES)
+        ended = _ended(root, run_id, Purpose.TRAIN) or _ended(root, run_id, Purpose.BASELINE)
     except BackendUnavailable:
         return None
-    ended = [(one.key, decode(one.value, _Ended)) for one in stored]
     if invalid := [(sample.created_at, key) for key, sample in ended if sample.state is SampleState.INVALID]:
         return max(invalid)[1]
     rewarded = [(sample.reward, -sample.created_at, key) for key, sample in ended if sample.reward is not None]
     return min(rewarded)[2] if rewarded else None
+
+
+def _ended(root: Path, run_id: str, purpose: Purpose) -> list[tuple[str, _Ended]]:
+    """By key; read in pages, since whole records are long."""
+    found: list[tuple[str, _Ended]] = []
+    prefix = sample_prefix(run_id, purpose)
+    while len(found) < _MOST_SAMPLES:
+        after = found[-1][0] if found else ""
+        page = look_at_run_records(root, run_id, prefix, after=after, limit=_PAGE)
+        found += [(one.key, decode(one.value, _Ended)) for one in page]
+        if len(page) < _PAGE:
+            break
+    return found

@@ -12,12 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from turnmill.backends.embedded import (
     BatchActivity,
     CallActivity,
     ProcessInfo,
     QueueActivity,
     SampleActivity,
+    holder_of,
     log_tail,
     look_at_batches,
     look_at_calls,
@@ -31,7 +34,7 @@ from turnmill.backends.embedded import (
 )
 from turnmill.config import from_dict
 from turnmill.errors import BackendUnavailable, RecordCorrupt
-from turnmill.health.progress import COMPUTING_CORES, Fingerprint
+from turnmill.health.progress import COMPUTING_CORES, Fingerprint, stall_after
 from turnmill.health.snapshot import (
     CONTROL,
     TRAINER,
@@ -41,15 +44,19 @@ from turnmill.health.snapshot import (
     SamplesView,
     Snapshot,
     Troubled,
+    running_stage,
 )
 from turnmill.ports import QueueCounts, Stored
 from turnmill.records import (
+    Baseline,
     ReplicaStatus,
     Run,
     RunStatus,
     SampleRecord,
+    StageRecord,
     TrainingStatus,
     Version,
+    baseline_key,
     decode,
     replica_key,
     training_key,
@@ -75,6 +82,10 @@ class _Stores:
     calls: CallActivity
     replicas: Mapping[str, ReplicaStatus]
     training: TrainingStatus | None
+    # The one that was played last.
+    baseline: Baseline | None
+    # The newest sample that ended without a reward.
+    invalid: SampleRecord | None
     batches: BatchActivity
     num_training_writes: int
     pointer: tuple[Version, float] | None
@@ -99,9 +110,9 @@ class Examiner:
 
         Who waits has its moments too, in which news comes: in a short one a trainer that waits looks busy.
         """
-        self._root = root
+        self._root = root.absolute()
         self._run_id = run_id
-        self._folder = root.absolute() / "runs" / run_id
+        self._folder = self._root / "runs" / run_id
         self._window_s = window_s
         # By pid, as seen earlier, oldest first.
         self._before: dict[int, list[ProcessInfo]] = {}
@@ -115,9 +126,9 @@ class Examiner:
         stores = self._stores()
         run = stores.run
         found = self._processes(run)
-        processes = tuple(self._view(name, found.get(name)) for name in _needed(run))
+        processes = tuple(self._view(name, found.get(name)) for name in _needed(stores))
         self._remember(found.values())
-        computing = _computing(stores, processes)
+        computing = _computing(stores, processes, found)
         now = time.time()
         last = _last_progress(stores)
         free_bytes, free_files = _free(self._folder)
@@ -126,17 +137,19 @@ class Examiner:
             root=str(self._root),
             at=now,
             idle_s=max(0.0, now - last),
-            stall_after_s=from_dict(run.config).stall_after_s,
+            stall_after_s=stall_after(from_dict(run.config).stall_after_s, running_stage(run)),
             processes=processes,
             logs=self._logs(),
             queues={name: _queue_view(activity) for name, activity in stores.queues.items()},
-            samples=_samples_view(stores.samples),
+            samples=_samples_view(stores.samples, stores.invalid),
             served={name: status.version for name, status in stores.replicas.items()},
             current=stores.pointer[0] if stores.pointer else None,
             current_age_s=now - stores.pointer[1] if stores.pointer else None,
             has_recorded_batch=stores.batches.has_recorded,
             free_bytes=free_bytes,
             free_files=free_files,
+            # Asking takes the lock for a moment, so it is asked only where the answer counts.
+            is_served=run.status is not RunStatus.QUEUED or _is_served(self._root),
             unreadable=stores.unreadable,
         )
         # The first ones of their name since the last progress.
@@ -159,17 +172,23 @@ class Examiner:
         def stored(prefix: str) -> list[Stored]:
             return read(lambda: look_at_records(records, prefix), [])
 
+        def decoded(items: Iterable[Stored], kind: type[T]) -> list[T]:
+            return [found for item in items if (found := read(partial(_decoded, item, kind), None)) is not None]
+
         training = stored(training_key(self._run_id))
+        samples = read(lambda: look_at_recent_samples(records / "samples.db"), SampleActivity())
         files = queue_files(self._root, self._run_id, num_replicas=from_dict(run.config).generation_replicas)
-        replicas = [decode(item.value, ReplicaStatus) for item in stored(replica_key(self._run_id, ""))]
+        replicas = decoded(stored(replica_key(self._run_id, "")), ReplicaStatus)
         empty = QueueActivity(counts=QueueCounts(available=0, in_flight=0, delayed=0, dead=0, oldest_age_s=None))
         return _Stores(
             run=run,
             queues={name: read(partial(look_at_queue, path), empty) for name, path in files.items()},
-            samples=read(lambda: look_at_recent_samples(records / "samples.db"), SampleActivity()),
+            samples=samples,
             calls=read(lambda: look_at_calls(records / "calls.db"), CallActivity()),
             replicas={status.replica: status for status in replicas},
-            training=decode(training[0].value, TrainingStatus) if training else None,
+            training=next(iter(decoded(training, TrainingStatus)), None),
+            baseline=next(iter(decoded(stored(baseline_key(self._run_id)), Baseline)), None),
+            invalid=next(iter(decoded([samples.invalid] if samples.invalid else [], SampleRecord)), None),
             batches=read(lambda: look_at_batches(records / "batches.db"), BatchActivity()),
             num_training_writes=sum(item.version for item in training),
             pointer=read(lambda: look_at_pointer(self._folder / "weights"), None),
@@ -235,8 +254,9 @@ def examine_anew(root: Path, run_id: str) -> Snapshot:
 # ---------------------------------------------------------------- what is needed, what was achieved
 
 
-def _needed(run: Run) -> list[str]:
+def _needed(stores: _Stores) -> list[str]:
     """The processes that the run needs now, by what its stages have started; control first."""
+    run = stores.run
     stages = {stage.name: stage for stage in run.current_stages}
     if run.status not in (RunStatus.ACTIVE, RunStatus.INTERRUPTED) or "Teardown" in stages:
         started: list[str] = []
@@ -246,10 +266,22 @@ def _needed(run: Run) -> list[str]:
             *handles.get("StartGeneration", {}).get("replicas", []),
             *handles.get("StartRewardWorkers", {}).get("workers", []),
         ]
+        preflight = stages.get("Preflight")
+        if preflight is not None and preflight.state == "running" and "role" in preflight.handle:
+            started.append(preflight.handle["role"])
         training = stages.get("SubmitTraining")
-        if training is not None and training.state == "running" and "trainer" in training.handle:
+        if training is not None and training.state == "running" and _may_train(stores, training):
             started.append(training.handle["trainer"])
     return [CONTROL, *started]
+
+
+def _may_train(stores: _Stores, stage: StageRecord) -> bool:
+    """Whether the stage has started the trainer by now: the baseline comes first (see `pipeline.baseline`)."""
+    if "trainer" not in stage.handle:
+        return False
+    is_told = stores.training is not None and stores.training.incarnation > stage.handle.get("after_incarnation", 0)
+    is_passed = stores.baseline is not None and stores.baseline.lets_train
+    return is_told or is_passed or bool(stores.batches.row) or not from_dict(stores.run.config).baseline_rollouts
 
 
 def _fingerprint(stores: _Stores) -> Fingerprint:
@@ -282,16 +314,21 @@ def _last_progress(stores: _Stores) -> float:
     return max(times)
 
 
-def _computing(stores: _Stores, processes: tuple[ProcessView, ...]) -> dict[str, int]:
+def _computing(stores: _Stores, processes: tuple[ProcessView, ...], found: Mapping[str, ProcessInfo]) -> dict[str, int]:
     """Processes that compute what they tell of only when it is done: see `health.progress`."""
-    stage = next((stage.name for stage in reversed(stores.run.current_stages) if stage.state == "running"), None)
+    stage, by_state = running_stage(stores.run), stores.samples.by_state
+    has_open = bool(by_state.get("requested", 0) or by_state.get("leased", 0))
 
     def is_alone(view: ProcessView) -> bool:
         """What it does now is asked for by nobody who would notice that it takes too long."""
         if view.name == CONTROL:
             return stage not in _WAITING_STAGES
+        if view.name == TRAINER:
+            # Looking after many open samples keeps it busy, too, and is no progress.
+            told_at = stores.training.updated_at if stores.training else 0.0
+            return not has_open or stores.batches.has_recorded or told_at < found[view.name].started_at
         status = stores.replicas.get(view.name)
-        return view.name == TRAINER or (view.name.startswith("replica-") and (status is None or status.pid != view.pid))
+        return view.name.startswith("replica-") and (status is None or status.pid != view.pid)
 
     return {
         view.name: view.pid
@@ -318,8 +355,7 @@ def _queue_view(activity: QueueActivity) -> QueueView:
     )
 
 
-def _samples_view(activity: SampleActivity) -> SamplesView:
-    invalid = decode(activity.invalid.value, SampleRecord) if activity.invalid else None
+def _samples_view(activity: SampleActivity, invalid: SampleRecord | None) -> SamplesView:
     return SamplesView(
         by_state=dict(activity.by_state),
         invalid=Troubled(
@@ -331,6 +367,22 @@ def _samples_view(activity: SampleActivity) -> SamplesView:
         if invalid
         else None,
     )
+
+
+def _decoded(item: Stored, kind: type[T]) -> T:
+    """Raises `RecordCorrupt` for a record that is none."""
+    try:
+        return decode(item.value, kind)
+    except msgspec.DecodeError as error:
+        raise RecordCorrupt(f"{item.key}: {error}") from error
+
+
+def _is_served(root: Path) -> bool:
+    """Whether a `turnmill up` has the deployment, as far as can be told."""
+    try:
+        return holder_of(root / "locks" / "control.lock") is not None
+    except PermissionError:
+        return True
 
 
 def _free(folder: Path) -> tuple[int | None, int | None]:

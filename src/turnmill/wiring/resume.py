@@ -25,7 +25,7 @@ from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, repli
 from turnmill.training.history import live_batches, scan_all, settle, supersede
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
-from turnmill.wiring.costs import check_unspent
+from turnmill.wiring.costs import used_up_by, within_day
 from turnmill.wiring.reading import as_seen, began
 from turnmill.wiring.walking import walk_monitored
 
@@ -47,7 +47,8 @@ async def resume(
     """Take a failed, cancelled or interrupted run to its end, as `control.execute` does with a new one.
 
     With `from_step` the batches after that step are given up, and a run that succeeded may go on as well. Raises
-    `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment.
+    `InvalidInput` when the run can't be resumed, `Conflict` when somebody else resumes it at the same moment. A run
+    that has used up its budget and was not ended for it is ended now.
     `when_cancelled`: its status when `cancel` is set. `alarms`: see `walk_monitored`. `budgets`: parameters of
     `budget.PARAMETERS`, higher than before.
     """
@@ -57,13 +58,18 @@ async def resume(
         run = record.run
         check_run(run, from_step)
         resolved = raised(from_dict(run.config), run.sources, budgets, load_limits(root)[0])
+        resolved = await within_day(root, run, resolved)
         config = resolved.config
-        await check_unspent(root, replace(run, config=to_dict(config), sources=resolved.sources))
+        wanted = replace(run, config=to_dict(config), sources=resolved.sources)
+        used_up = await used_up_by(root, wanted, from_step=from_step)
+        if used_up is not None and run.status.is_final:
+            raise used_up
         async with cancellable(runs, run_id, cancel, when_cancelled) as why:
-            token = await _take_over(root, record, resolved, from_step, cancel)
+            token = await _take_over(root, record, resolved, from_step if used_up is None else None, cancel)
             created(record.run)
             async with open_control(root, record.run, config, token) as ctx:
-                return await walk_monitored(root, ctx, record, why, alarms)
+                # What a control process that was killed has left behind is removed, and nothing else is done.
+                return await walk_monitored(root, ctx, record, why, alarms, used_up)
     finally:
         runs.close()
 

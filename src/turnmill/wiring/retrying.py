@@ -20,6 +20,7 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import RetryClaim, Run, RunStatus, decode, encode, queued_key, retry_key, run_key
 from turnmill.wiring.control import Order, Origin, check_order, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.costs import admitted
 from turnmill.wiring.reading import as_seen
 from turnmill.wiring.resume import check_data
 
@@ -86,7 +87,10 @@ def _changed(run: Run, file: Path | None, flags: Mapping[str, object]) -> Resolv
 
 
 async def claim(root: Path, run: Run, order: Order) -> Retry:
-    """Claim the next retry of a run; raises `InvalidInput` while another one is on its way."""
+    """Claim the next retry of a run; raises `InvalidInput` while another one is on its way, or for one that its budgets
+    or the deployment's ceilings would not let begin."""
+    resolved = order.resolved
+    await admitted(root, replace(run, run_id="", config=to_dict(resolved.config), sources=resolved.sources))
     runs = open_root_records(root)
     try:
         claimed = await _claim(runs, run.run_id)

@@ -25,7 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 async def walk_monitored(
-    root: Path, ctx: StageContext, record: RunRecord, cancel: Cancel, alarms: Dispatcher | None
+    root: Path,
+    ctx: StageContext,
+    record: RunRecord,
+    cancel: Cancel,
+    alarms: Dispatcher | None,
+    failure: TurnmillError | None = None,
 ) -> tuple[Run, TurnmillError | None]:
     """As `pipeline.engine.walk`, with alerts about what goes wrong meanwhile.
 
@@ -39,11 +44,15 @@ async def walk_monitored(
             await monitor.recall(run.created_at)
         except BackendUnavailable as error:
             logger.warning("earlier alerts of run %s can't be read, and stay open: %s", run.run_id, error)
-        failure: TurnmillError | None = None
         try:
             async with monitored(monitor, f"monitor {run.run_id}"):
                 ended, failure = await walk(
-                    watched_ctx, stages_of(run.kind), record, cancel.event, when_cancelled=cancel.status
+                    watched_ctx,
+                    stages_of(run.kind),
+                    record,
+                    cancel.event,
+                    when_cancelled=cancel.status,
+                    failure=failure,
                 )
             return ended, failure
         finally:

@@ -65,7 +65,23 @@ def test_a_run_without_budgets_gets_the_ceilings() -> None:
     assert within_ceilings(found, CEILINGS) == found
     # Lowered since: what came from there follows.
     assert within_ceilings(found, Ceilings(usd=5.0)).config.budget_usd == 5.0
+    # Raised since, or taken away: a run that waited for its turn, is retried or goes on has what holds now.
+    raised_since = within_ceilings(found, Ceilings(usd=500.0))
+    assert (raised_since.config.budget_usd, raised_since.sources["budget_usd"]) == (500.0, "turnmill.toml")
+    assert raised_since.config.max_runtime_s == Config().max_runtime_s
+    assert raised_since.sources["max_runtime_s"] == "default"
     assert within_ceilings(load_config(), Ceilings()) == load_config()
+
+
+@pytest.mark.parametrize("ceilings", [Ceilings(usd=5.0), Ceilings(usd_per_day=5.0)])
+def test_an_upload_does_not_say_what_an_hour_costs_where_dollars_are_limited(
+    tmp_path: Path, ceilings: Ceilings
+) -> None:
+    cheap = layered(tmp_path, "sidecar", "usd_per_hour", 1)
+    with pytest.raises(ConfigError, match=r"usd_per_hour = 1 \(.*\): turnmill.toml has ceilings in dollars"):
+        within_ceilings(cheap, ceilings)
+    assert within_ceilings(cheap, Ceilings(runtime_s=36000.0)).config.usd_per_hour == 1.0
+    assert within_ceilings(layered(tmp_path, "flag", "usd_per_hour", 1), ceilings).config.usd_per_hour == 1.0
 
 
 def test_all_that_is_too_much_is_told_at_once() -> None:

@@ -1,12 +1,13 @@
 """Price lists: the shipped one, a deployment's own over it, and what an hour of a run costs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnmill.budget import Prices, load_prices, rate_of
-from turnmill.config import Config, PriceSettings
+from turnmill.budget import Prices, check_price, load_prices, rate_of
+from turnmill.config import Config, PriceSettings, Resolved
 from turnmill.errors import ConfigError
 
 BESIDE = 0.10 + 0.045 + 2 * 0.04048 + 4 * 0.004445
@@ -87,3 +88,26 @@ def test_a_bad_price_file_is_named_with_what_is_wrong(tmp_path: Path, text: str,
 def test_a_price_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't read this price file: no such file"):
         load_prices(PriceSettings(file=tmp_path / "none.toml"))
+
+
+def test_the_local_machine_has_the_price_that_the_deployment_gives_it() -> None:
+    prices = load_prices(PriceSettings(usd_per_hour={"local": 3.0}))
+    assert rate(prices, instance_count=2) == 6.0 and rate(prices, usd_per_hour=1.0) == 1.0
+
+
+def test_too_few_instances_are_told_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"set instance_count to 2$"):
+        rate(instance_type="ml.p5.48xlarge")
+    with pytest.raises(ConfigError, match="set instance_count to 5, or generation_replicas to 1"):
+        rate(instance_type="ml.p5.48xlarge", instance_count=2, generation_replicas=4)
+
+
+def test_no_run_makes_a_ceiling_of_dollars_hold_less_by_a_lower_price() -> None:
+    """Defect 35: else a flag or a file would undo what the deployment allows."""
+    config = Config(instance_type="ml.p5.48xlarge", instance_count=2, usd_per_hour=1.0)
+    given = Resolved(config=config, sources={"usd_per_hour": "--usd-per-hour"})
+    with pytest.raises(ConfigError, match=r"usd_per_hour = 1 \(--usd-per-hour\) is less than the 63.296 of ml.p5"):
+        check_price(given, shipped())
+    check_price(given, load_prices(PriceSettings(usd_per_hour={"ml.p5.48xlarge": 0.5})))
+    check_price(replace(given, config=replace(config, usd_per_hour=70.0)), shipped())
+    check_price(replace(given, config=Config(usd_per_hour=0.1)), shipped())

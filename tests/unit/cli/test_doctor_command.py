@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from turnmill.backends.embedded import open_root_records
+from turnmill.backends.embedded import only_one, open_root_records
 from turnmill.cli.commands import turnmill
 from turnmill.cli.errors import run_cli
 from turnmill.pipeline.engine import RunRecord
@@ -73,9 +73,19 @@ def test_a_failed_run_is_explained_with_its_last_log_lines_and_what_to_do(tmp_pa
 @pytest.mark.parametrize("status", [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.QUEUED])
 def test_what_is_as_it_should_be_has_exit_code_0(tmp_path: Path, status: RunStatus) -> None:
     make_run(tmp_path, "r1", status)
-    result = doctor(tmp_path, "r1", "--json")
+    with only_one(tmp_path / "locks" / "control.lock", "it is served"):
+        result = doctor(tmp_path, "r1", "--json")
     assert result.exit_code == 0
     assert json.loads(result.output)["healthy"] is True
+
+
+def test_without_a_name_and_with_nothing_going_on_it_is_about_the_run_that_waits(tmp_path: Path) -> None:
+    make_run(tmp_path, "old", RunStatus.FAILED)
+    make_run(tmp_path, "next", RunStatus.QUEUED)
+    make_run(tmp_path, "later", RunStatus.QUEUED)
+    result = doctor(tmp_path)
+    assert result.exit_code == 1 and "run next queued: something is wrong" in result.output
+    assert f"turnmill up --root {tmp_path}" in result.output
 
 
 def test_a_run_that_is_not_there_is_a_user_s_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

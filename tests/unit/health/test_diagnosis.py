@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from turnmill.health.diagnosis import DATA, DISK, ENVIRONMENT, Verdict, examine
+from turnmill.health.diagnosis import BUDGET, DATA, DISK, ENVIRONMENT, examine
+from turnmill.health.report import Diagnosis, Verdict
 from turnmill.health.snapshot import (
     CONTROL,
     TRAINER,
@@ -229,6 +231,12 @@ def test_every_stall_names_somebody() -> None:
         ("SubmitTraining", "no progress for 20 s (a stall after 10 s): the environment hangs: x", ENVIRONMENT),
         ("SubmitTraining", "/x/samples.db can't grow: the disk is full; free some space", DISK),
         ("ValidateData", "tasks.jsonl:1:1: a row must be an object", DATA),
+        (
+            "SubmitTraining",
+            "budget_tokens = 8 (--budget-tokens) is used up: 9 tokens generated; checkpoint /d/trainer/final; go on "
+            "with more: turnmill resume r1 --budget-tokens 16 --root /d/trainer",
+            BUDGET,
+        ),
         ("Evaluate", "something else", CONTROL),
     ],
 )
@@ -262,3 +270,47 @@ def test_what_a_failed_run_is_told_to_do_can_help(error_class: ErrorClass, comma
 def test_a_run_that_ended_or_waits_as_it_should_is_healthy(status: RunStatus) -> None:
     report = examine(replace(MOVING, run=replace(RUN, status=status), free_bytes=0))
     assert report.verdict.is_healthy and not report.diagnoses
+
+
+def failed(error: str, **changes: Any) -> Diagnosis:
+    """What is said of a run that failed before or in its first stage."""
+    run = replace(RUN, status=RunStatus.FAILED, error=error, stages=(), **changes)
+    (found,) = examine(replace(MOVING, run=run, processes=(), queues=queues())).diagnoses
+    return found
+
+
+def test_the_command_that_is_proposed_for_a_run_that_failed_is_one_that_goes_on_with_it() -> None:
+    used_up = (
+        "budget_usd = 1 (default) is used up: 9 tokens generated; go on with more: turnmill resume r1 --budget-usd 2"
+    )
+    assert failed(used_up).commands[-1] == "turnmill resume r1 --budget-usd 2"
+    held = failed("1 problem in the configuration:\n  budget_tokens = -1", refused="1 problem", upload="a.jsonl")
+    assert held.role == DATA and held.commands[-1].startswith("turnmill dlq redrive trigger/r1 --root .turnmill")
+    assert failed("something else").commands[-1] == "turnmill resume r1 --root .turnmill"
+
+
+def test_a_run_that_waits_for_a_turnmill_up_that_is_not_there_waits_for_ever() -> None:
+    report = examine(replace(MOVING, run=replace(RUN, status=RunStatus.QUEUED), is_served=False))
+    assert not report.verdict.is_healthy and report.diagnoses[0].role == CONTROL
+    assert report.diagnoses[0].commands == ("turnmill up --root .turnmill",)
+
+
+@pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.GONE, ProcessState.ALIVE])
+def test_a_preflight_that_hangs_is_named(state: ProcessState) -> None:
+    run = replace(RUN, stages=(StageRecord(name="Preflight", state="running", started_at=0.0),))
+    pid = None if state is ProcessState.GONE else 7
+    there = (view(CONTROL), ProcessView(name="preflight-1", state=state, pid=pid))
+    assert roles(replace(STALLED, run=run, processes=there))[0] == "preflight-1"
+
+
+def test_news_that_nobody_takes_are_control_s_where_there_is_no_trainer() -> None:
+    """The baseline and the evaluations are played by control."""
+    waiting = replace(STALLED, queues=queues(rollout_response=QueueView(available=4)), samples=SamplesView())
+    assert roles(waiting) == [TRAINER]
+    assert roles(replace(waiting, processes=processes()[:3])) == [CONTROL]
+
+
+@pytest.mark.parametrize("line", ["took 11.4 s", "10.1.4.2 has connected", "took 1.45 s"])
+def test_a_number_that_looks_like_a_version_is_no_refusal(line: str) -> None:
+    served = {"replica-0": Version(incarnation=1, n=3)}
+    assert roles(replace(MOVING, served=served, idle_s=20.0, logs={"replica-0": (line,)})) == []

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from turnmill.health.progress import Fingerprint, ProgressClock
+import pytest
+
+from turnmill.health.progress import QUIET_S, Fingerprint, ProgressClock, stall_after
 
 BEFORE = Fingerprint(stages=(("SubmitTraining", 1, "running", 0),), last_call=7, num_rewarded=3)
 
@@ -43,3 +45,11 @@ def test_one_that_dies_and_computes_again_does_not() -> None:
     clock.observe(0.0, BEFORE)
     assert clock.observe(10.0, BEFORE, {"replica-0": 1}) == 0.0
     assert [clock.observe(10.0 + 10 * pid, BEFORE, {"replica-0": pid}) for pid in (2, 3, 4)] == [20.0, 30.0, 40.0]
+
+
+@pytest.mark.parametrize("stage", ["Preflight", "StartGeneration", "Publish", None])
+def test_a_stage_that_tells_nothing_until_it_is_done_may_be_silent_however_short_the_limit(stage: str | None) -> None:
+    """A preflight plays for a minute and a half, which is no stall with deadlines of seconds."""
+    assert stall_after(10.0, stage) == QUIET_S > 95.0
+    assert stall_after(2400.0, stage) == 2400.0
+    assert stall_after(10.0, "SubmitTraining") == stall_after(10.0, "Evaluate") == 10.0

@@ -12,6 +12,7 @@ from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_
 from turnmill.config import Config
 from turnmill.errors import (
     BackendUnavailable,
+    BudgetExceeded,
     Cancelled,
     Conflict,
     DataError,
@@ -194,6 +195,14 @@ async def test_a_failed_stage_skips_the_rest_but_not_teardown(world: World) -> N
     assert error is bad and run.status is RunStatus.FAILED and run.error == "row 3 is bad"
     assert world.log == ["start A", "start T"]
     assert [(s.name, s.state, s.error) for s in run.stages] == [("A", "failed", "row 3 is bad"), ("T", "done", None)]
+
+
+async def test_of_a_run_that_has_failed_before_only_teardown_is_left(world: World) -> None:
+    table = [stage(world, "A"), stage(world, "B"), stage(world, "T", always=True)]
+    used_up = BudgetExceeded("it is used up")
+    run, failure = await walk(world.ctx, table, world.record, asyncio.Event(), failure=used_up)
+    assert (run.status, run.error, failure) == (RunStatus.FAILED, "it is used up", used_up)
+    assert [item.name for item in run.stages] == ["T"]
 
 
 async def test_a_defect_in_a_stage_still_tears_down_and_is_raised(world: World) -> None:

@@ -1,6 +1,8 @@
 """Who may begin, by ceilings, forecast and the day's dollars; who may go on; and what `turnmill cost` prints."""
 
+import asyncio
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from turnmill import assets
 from turnmill.alerts import new_alert
 from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.cli.commands import turnmill
-from turnmill.config import Config, to_dict
+from turnmill.config import Config, Resolved, from_dict, to_dict
 from turnmill.errors import BudgetExceeded, BudgetUsedUp, ConfigError, InvalidInput
 from turnmill.ports import Write
 from turnmill.records import (
@@ -25,11 +27,13 @@ from turnmill.records import (
     RunClock,
     RunStatus,
     StageRecord,
+    TrainingStatus,
     encode,
     token_count_key,
+    training_key,
 )
 from turnmill.wiring.alarms import run_failed
-from turnmill.wiring.costs import admitted, check_unspent, cost_of, costs_of_all
+from turnmill.wiring.costs import admission, admitted, cost_of, costs_of_all, used_up_by, within_day
 
 
 def run(
@@ -125,13 +129,85 @@ async def test_the_runs_of_a_day_share_its_dollars(tmp_path: Path) -> None:
         await admitted(tmp_path, run(**price))
 
 
+def resolved_of(made: Run) -> Resolved:
+    return Resolved(config=from_dict(made.config), sources=made.sources)
+
+
+async def test_a_run_of_which_nothing_is_known_spends_no_more_than_the_day_has_left(tmp_path: Path) -> None:
+    """Without measurements nobody can refuse it: a ceiling that only looks at forecasts would hold nothing."""
+    (tmp_path / "turnmill.toml").write_text("[ceilings]\nusd_per_day = 10\n")
+    price: dict[str, Any] = {"usd_per_hour": 36.0}
+    await store(tmp_path, run("today", status=RunStatus.FAILED, **price), seconds=400.0)
+    found = await admitted(tmp_path, run(**price))
+    assert (found.config["budget_usd"], found.sources["budget_usd"]) == (6.0, "turnmill.toml")
+    modest = await admitted(tmp_path, run(budget_usd=5.0, **price))
+    assert modest.config["budget_usd"] == 5.0
+    # What costs nothing has no such limit.
+    assert (await admitted(tmp_path, run())).config["budget_usd"] == 0.0
+    await store(tmp_path, run("today", status=RunStatus.FAILED, **price), seconds=1000.0)
+    with pytest.raises(InvalidInput, match="usd_per_day = 10"):
+        await admitted(tmp_path, run(**price))
+    assert (await admitted(tmp_path, run())).config["budget_usd"] == 0.0
+
+
+async def test_a_run_that_goes_on_spends_no_more_than_the_day_has_left_either(tmp_path: Path) -> None:
+    (tmp_path / "turnmill.toml").write_text("[ceilings]\nusd_per_day = 10\n")
+    price: dict[str, Any] = {"usd_per_hour": 36.0}
+    await store(tmp_path, run("other", status=RunStatus.SUCCEEDED, **price), seconds=700.0)
+    made = replace(run("r1", status=RunStatus.FAILED, budget_usd=100.0, **price), resumed_at=1.0, created_at=1.0)
+    await store(tmp_path, made, seconds=900.0)
+    # 9 USD on an earlier day, and 3 of the 10 are left of this one.
+    found = await within_day(tmp_path, made, resolved_of(made))
+    assert (found.config.budget_usd, found.sources["budget_usd"]) == (12.0, "turnmill.toml")
+    # What it has used today counts, too.
+    ports = open_run(tmp_path, "r1", num_replicas=0)
+    today = RunClock(run_id="r1", attempt=2, began_at=time.time(), seconds=200.0)
+    await ports.records.write([Write(key=today.key, value=encode(today), expected=0)])
+    ports.close()
+    assert (await within_day(tmp_path, made, resolved_of(made))).config.budget_usd == 12.0
+    await store(tmp_path, run("another", status=RunStatus.SUCCEEDED, **price), seconds=300.0)
+    used_up = replace(made, config=to_dict((await within_day(tmp_path, made, resolved_of(made))).config))
+    assert await used_up_by(tmp_path, used_up) is not None
+
+
+async def test_of_two_runs_that_are_let_in_at_the_same_time_the_second_one_counts_the_first(tmp_path: Path) -> None:
+    (tmp_path / "turnmill.toml").write_text("[ceilings]\nusd_per_day = 10\n")
+    price: dict[str, Any] = {"usd_per_hour": 36.0}
+    budgets: list[float] = []
+
+    async def let_in(name: str) -> None:
+        async with admission(tmp_path, replace(run(name, budget_usd=8.0, **price), stages=())) as admitted_run:
+            budgets.append(admitted_run.config["budget_usd"])
+            await asyncio.sleep(0.05)
+            await store(tmp_path, admitted_run)
+
+    await asyncio.gather(let_in("one"), let_in("two"))
+    assert budgets == [8.0, 2.0]
+
+
 async def test_a_run_that_has_used_up_its_budget_does_not_go_on_with_it(tmp_path: Path) -> None:
     made = run("r1", status=RunStatus.FAILED, budget_tokens=1000)
     await store(tmp_path, made, seconds=60.0, tokens=1034)
-    with pytest.raises(BudgetUsedUp, match=r"budget_tokens = 1000 .*1,034 tokens generated \(train 1,034\), 60 s"):
-        await check_unspent(tmp_path, made)
-    await check_unspent(tmp_path, replace(made, config={**made.config, "budget_tokens": 1035}))
-    assert issubclass(BudgetUsedUp, InvalidInput)
+    error = await used_up_by(tmp_path, made)
+    assert isinstance(error, BudgetUsedUp) and isinstance(error, InvalidInput)
+    assert re.search(r"budget_tokens = 1000 .*1,034 tokens generated \(train 1,034\), 60 s", str(error))
+    assert await used_up_by(tmp_path, replace(made, config={**made.config, "budget_tokens": 1035})) is None
+
+
+async def test_a_run_that_is_trained_needs_no_more_tokens_to_be_published(tmp_path: Path) -> None:
+    """Killed in Publish, having reached its budget with the last step."""
+    made = run("r1", status=RunStatus.ACTIVE, budget_tokens=1000)
+    await store(tmp_path, made, tokens=1034)
+    trained = TrainingStatus(
+        run_id="r1", state="succeeded", step=10, max_steps=10, incarnation=1, updated_at=1.0, checkpoint="/c/final"
+    )
+    ports = open_run(tmp_path, "r1", num_replicas=0)
+    await ports.records.write([Write(key=training_key("r1"), value=encode(trained), expected=0)])
+    ports.close()
+    assert await used_up_by(tmp_path, made) is None
+    # Evaluations would be played, or steps made anew.
+    assert await used_up_by(tmp_path, replace(made, eval_path="eval.jsonl")) is not None
+    assert await used_up_by(tmp_path, made, from_step=3) is not None
 
 
 async def test_a_breach_is_an_alert_of_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ async def record(root: Path, *samples: SampleRecord) -> None:
     ports = open_run(root, "r1", num_replicas=0)
     await ports.records.write([Write(key=one.key, value=encode(one), expected=0) for one in samples])
     ports.close()
+
+
+async def test_of_a_run_that_failed_in_its_baseline_a_conversation_of_that_is_shown(tmp_path: Path) -> None:
+    played = [
+        replace(sample(f"b{n}", SampleState.REPORTED, n / 2000, 1.0), purpose=Purpose.BASELINE) for n in range(1200)
+    ]
+    await record(tmp_path, *played)
+    assert failing_conversation(tmp_path, "r1") == played[0].key
+    trained = sample("t", SampleState.TRAINED, 1.0, 1.0)
+    await record(tmp_path, trained)
+    assert failing_conversation(tmp_path, "r1") == trained.key
 
 
 async def test_the_conversation_is_the_last_invalid_one_or_else_the_worst(tmp_path: Path) -> None:

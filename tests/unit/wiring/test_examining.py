@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from turnmill.backends.embedded import open_root_records, open_run
+from turnmill.backends.embedded import only_one, open_root_records, open_run
 from turnmill.conversation.history import ended_message
 from turnmill.errors import StageFailed
 from turnmill.health.diagnosis import STORE, examine
-from turnmill.health.snapshot import ProcessState, Snapshot
+from turnmill.health.snapshot import TRAINER, ProcessState, Snapshot
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import Message, Write
 from turnmill.records import (
     AlertKind,
+    Baseline,
+    BaselineVerdict,
     Batch,
     BatchState,
     Call,
@@ -37,12 +39,15 @@ from turnmill.records import (
     SampleState,
     Sampling,
     StageRecord,
+    TrainingStatus,
     encode,
+    training_key,
 )
 from turnmill.wiring.examining import Examiner
 from turnmill.wiring.reading import began
 from turnmill.wiring.watchdog import StallCheck
 
+HANDLE = {"trainer": TRAINER, "after_incarnation": 0}
 STAGES = (
     StageRecord(name="StartRewardWorkers", state="done", started_at=0.0, handle={"workers": ["worker-0"]}),
     StageRecord(name="SubmitTraining", state="running", started_at=0.0, handle={}),
@@ -104,10 +109,12 @@ def look(root: Path) -> Snapshot:
 
 
 @contextmanager
-def role(root: Path, name: str, run_id: str = "r1") -> Iterator["subprocess.Popen[bytes]"]:
+def role(
+    root: Path, name: str, run_id: str = "r1", code: str = "import time; time.sleep(60)"
+) -> Iterator["subprocess.Popen[bytes]"]:
     """A process whose command line is that of a role."""
     arguments = ["role", "worker", "--root", str(root.absolute()), "--run", run_id, "--name", name]
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *arguments]) as process:
+    with subprocess.Popen([sys.executable, "-c", code, *arguments]) as process:
         try:
             yield process
         finally:
@@ -208,6 +215,95 @@ async def test_a_file_that_can_t_be_read_is_told_and_all_else_is_seen(tmp_path: 
     assert STORE in [diagnosis.role for diagnosis in examine(seen).diagnoses]
 
 
+async def test_a_record_that_is_none_is_told_and_all_else_is_seen(tmp_path: Path) -> None:
+    await make_run(tmp_path)
+    await write_samples(tmp_path, sample(0, SampleState.LEASED))
+    ports = open_run(tmp_path, "r1", num_replicas=1)
+    try:
+        await ports.records.write([Write(key=training_key("r1"), value=b"\0", expected=0)])
+    finally:
+        ports.close()
+    seen = look(tmp_path)
+    assert seen.samples.by_state == {"leased": 1}
+    assert [training_key("r1") in each for each in seen.unreadable] == [True]
+    assert STORE in [diagnosis.role for diagnosis in examine(seen).diagnoses]
+
+
+async def test_a_trainer_is_not_missed_while_the_baseline_is_played(tmp_path: Path) -> None:
+    stages = (StageRecord(name="SubmitTraining", state="running", started_at=0.0, handle=HANDLE),)
+    await make_run(tmp_path, stages=stages)
+    assert look(tmp_path).process(TRAINER) is None
+    passed = Baseline(
+        run_id="r1",
+        attempt=1,
+        verdict=BaselineVerdict.SIGNAL,
+        is_ignored=False,
+        threshold=1.0,
+        num_rollouts=64,
+        num_passed=3,
+        num_invalid=0,
+        low=0.0,
+        high=0.1,
+        reward_min=0.0,
+        reward_mean=0.1,
+        reward_max=1.0,
+        num_rewards=2,
+        tasks=(),
+    )
+    ports = open_run(tmp_path, "r1", num_replicas=1)
+    try:
+        await ports.records.write([Write(key=passed.key, value=encode(passed), expected=0)])
+    finally:
+        ports.close()
+    assert [view.name for view in look(tmp_path).processes] == ["control", TRAINER]
+
+
+async def test_a_trainer_is_needed_at_once_where_no_baseline_is_played(tmp_path: Path) -> None:
+    stages = (StageRecord(name="SubmitTraining", state="running", started_at=0.0, handle=HANDLE),)
+    await make_run(tmp_path, stages=stages, config={"baseline_rollouts": 0})
+    assert look(tmp_path).process(TRAINER) is not None
+
+
+async def test_a_trainer_that_only_looks_after_open_samples_is_no_progress(tmp_path: Path) -> None:
+    """With thousands of them that takes a share of a core: a hanging environment must not hide behind it."""
+    stages = (StageRecord(name="SubmitTraining", state="running", started_at=0.0, handle=HANDLE),)
+    await make_run(tmp_path, stages=stages, config={"baseline_rollouts": 0})
+    await write_samples(tmp_path, sample(0, SampleState.LEASED))
+    with role(tmp_path, TRAINER, code="while True: pass"):
+        examiner = Examiner(tmp_path, "r1", window_s=0.2)
+
+        def computes() -> bool:
+            return TRAINER in examiner.look().computing
+
+        # It has told nothing of itself: it may still be reading its model.
+        await until(computes)
+        status = TrainingStatus(
+            run_id="r1", state="running", step=0, max_steps=9, incarnation=1, updated_at=time.time()
+        )
+        ports = open_run(tmp_path, "r1", num_replicas=1)
+        try:
+            await ports.records.write([Write(key=training_key("r1"), value=encode(status), expected=0)])
+        finally:
+            ports.close()
+        await until(lambda: not computes())
+        await write_samples(tmp_path, sample(0, SampleState.REPORTED, reward=1.0))
+        await until(computes)
+
+
+async def test_whether_somebody_serves_the_deployment_is_seen_for_a_run_that_waits(tmp_path: Path) -> None:
+    await make_run(tmp_path, status=RunStatus.QUEUED, stages=())
+    assert not look(tmp_path).is_served
+    with only_one(tmp_path / "locks" / "control.lock", "it is served"):
+        assert look(tmp_path).is_served
+    assert not look(tmp_path).is_served
+
+
+async def test_commands_hold_wherever_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await make_run(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert look(Path(tmp_path.name)).root == str(tmp_path)
+
+
 async def test_rewards_are_progress_and_invalid_samples_are_not(tmp_path: Path) -> None:
     await make_run(tmp_path)
     await write_samples(tmp_path, *(sample(number, SampleState.LEASED) for number in range(3)))
@@ -283,6 +379,18 @@ async def test_the_watchdog_finds_a_stall_and_ends_one_that_lasts(tmp_path: Path
         assert "worker-0 is gone" in finding.summary and finding.command == f"turnmill doctor r1 --root {tmp_path}"
         with pytest.raises(StageFailed, match=r"no progress for .*: worker-0 is gone"):
             await until(partial(_raises_nothing, check))
+
+
+async def test_a_machine_that_stood_still_is_no_stall(tmp_path: Path) -> None:
+    """A container that is paused over night, or a machine that is too busy to give anybody a turn."""
+    await make_run(tmp_path)
+    async with watching(tmp_path, 2.0) as check:
+        await asyncio.sleep(0.5)
+        time.sleep(4.5)  # noqa: ASYNC251
+        await asyncio.sleep(0.7)
+        assert await check.look() == []
+        check.check()
+        await until_found(check)
 
 
 async def test_what_moves_again_is_no_finding_any_more(tmp_path: Path) -> None:

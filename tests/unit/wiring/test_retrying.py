@@ -79,6 +79,15 @@ def test_only_a_run_that_came_to_nothing_is_retried(changes: dict[str, Any], hin
         plan(failed_run(**changes), file=None, flags={})
 
 
+async def test_a_retry_beyond_a_ceiling_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "turnmill.toml").write_text("[ceilings]\ngenerated_tokens = 5000\n")
+    run = failed_run()
+    await store(tmp_path, run)
+    with pytest.raises(InvalidInput, match=r"budget_tokens = 5001 \(--budget-tokens\) is more than"):
+        await claim(tmp_path, run, plan(run, file=None, flags={"budget_tokens": "5001"}))
+    assert look_at_run(tmp_path, "r1").retried_as is None
+
+
 def test_data_that_was_changed_is_not_what_is_retried(tmp_path: Path) -> None:
     data = tmp_path / "a.jsonl"
     data.write_bytes(assets.wordle_data("train").read_bytes()[:-1])

@@ -181,10 +181,11 @@ def look_at_root_records(root: Path, prefix: str) -> list[Stored]:
     return look(path, "records", partial(scan, prefix=prefix, after="", limit=-1)) or []
 
 
-def look_at_run_records(root: Path, run_id: str, prefix: str, *, limit: int) -> list[Stored]:
-    """As `look_at_root_records`, the first `limit` of the run's own; raises `InvalidInput` for a bad run id."""
+def look_at_run_records(root: Path, run_id: str, prefix: str, *, after: str = "", limit: int) -> list[Stored]:
+    """As `look_at_root_records`, of the run's own the first `limit` after a key; raises `InvalidInput` for a bad run
+    id."""
     path = _run_folder(root, run_id) / "records" / f"{kind_of(prefix)}.db"
-    return look(path, "records", partial(scan, prefix=prefix, after="", limit=limit)) or []
+    return look(path, "records", partial(scan, prefix=prefix, after=after, limit=limit)) or []
 
 
 def look_at_samples(root: Path, run_id: str) -> dict[tuple[Purpose, SampleState], int]:

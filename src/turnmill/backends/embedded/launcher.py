@@ -260,12 +260,12 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def log_tail(log: Path) -> tuple[str, ...]:
-    """The last lines of a log, without secrets."""
+    """The last lines of a log, without secrets; none of one that is not there or not for us to read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return ()
     return tuple(redact(line) for line in text.splitlines()[-_TAIL_LINES:])

@@ -96,7 +96,8 @@ async def _wait(fd: int, name: str, patience_s: float) -> None:
 def holder_of(path: Path) -> int | None:
     """The pid of the process that holds a lock of `only_one`; None where nobody does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Who may not write there may ask all the same.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:

@@ -27,7 +27,7 @@ def look(path: Path, table: str, operation: Callable[[sqlite3.Connection], T]) -
     SQLite file.
     """
     tries = 0
-    while path.exists():
+    while _exists(path):
         tries += 1
         try:
             is_steady, found = _look(path, table, operation)
@@ -44,6 +44,13 @@ def look(path: Path, table: str, operation: Callable[[sqlite3.Connection], T]) -
                 raise BackendUnavailable(f"{path} is opened and closed all the time; look again")
         time.sleep(_PAUSE_S)
     return None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise named_error(error, path, busy_s=0.0) from error
 
 
 def _look(path: Path, table: str, operation: Callable[[sqlite3.Connection], T]) -> tuple[bool, T | None]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from turnmill.backends.embedded.files import disk
 from turnmill.backends.embedded.sqlite_errors import named_error, primary_code
 from turnmill.errors import BackendUnavailable
 
@@ -99,7 +100,8 @@ class Database:
     @property
     def exists(self) -> bool:
         """The file is there; readers ask it so that looking at nothing creates nothing."""
-        return self._thread is not None or self.path.exists()
+        with disk(self.path):
+            return self._thread is not None or self.path.exists()
 
     @property
     def closed(self) -> bool:

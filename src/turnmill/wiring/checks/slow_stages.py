@@ -117,7 +117,7 @@ class SlowStages:
                 now=now,
                 first_s=row.expected_s,
                 num_left=max(0, self._ctx.config.max_steps - (metrics[-1].step if metrics else 0)),
-                limit_s=limit_s,
+                limit_s=self._training_limit_s(taken_s),
                 is_open=self._found == stage.name,
             )
         expected_s = row.expected_s
@@ -126,6 +126,12 @@ class SlowStages:
             # Nothing to go by: then it is slow when it is likely not to end in time.
             expected_s = max(expected_s, limit_s / 2 if by_pace is None else by_pace)
         return f"it takes {taken_s:.0f} s so far; {expected_s:.0f} s are expected" if taken_s > expected_s else None
+
+    def _training_limit_s(self, taken_s: float) -> float:
+        """After how much of the stage the run's own limit ends it, by what earlier stages and attempts took."""
+        meter = self._ctx.meter
+        before_s = max(0.0, meter.run_s - taken_s) if meter is not None else 0.0
+        return self._ctx.config.max_runtime_s - before_s
 
     def _num_rollouts(self) -> int:
         """Of all evaluations of the stage."""
