@@ -8,13 +8,15 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
 from turnmill.errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("text", "json")
 # Chat secrets travel in paths (`/a/<secret>/v1`), the others in an Authorization header or a field named so.
@@ -118,7 +120,7 @@ def also_logged(path: Path, role: str, run_id: str, *, form: str = "text") -> It
         file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise BackendUnavailable(f"{path} can't be opened: {error}") from error
-    with file:
+    with closing_log(file):
         handler = _handler(role, file, run_id, form)
         handler.addFilter(lambda record: _RUN.get() == run_id or run_id in str(getattr(record, "at", None)).split("/"))
         logging.getLogger().addHandler(handler)
@@ -128,8 +130,38 @@ def also_logged(path: Path, role: str, run_id: str, *, form: str = "text") -> It
             logging.getLogger().removeHandler(handler)
 
 
+@contextmanager
+def closing_log(file: TextIO) -> Iterator[None]:
+    """Close a log at the end. What a full disk keeps from being written is lost, and fails nothing that was done."""
+    try:
+        yield
+    finally:
+        try:
+            file.close()
+        except OSError as error:
+            logger.warning("the end of %s is lost: %s", file.name, error.strerror)
+
+
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """A handler whose stream may be a file on a disk that is full: that is told once, and no traceback a line.
+
+    What could not be written stays in the file's buffer and is written with a later line.
+    """
+
+    _is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_told and self.stream is not sys.stderr:
+            self._is_told = True
+            with suppress(OSError):
+                print(f"warning: {self.stream.name} can't be written now: {error.strerror}", file=sys.stderr)
+
+
 def _handler(role: str, stream: TextIO, run_id: str | None, form: str) -> logging.Handler:
-    handler = logging.StreamHandler(stream)
+    handler = _LogHandler(stream)
     if form == "json":
         handler.setFormatter(_JsonFormatter(role, run_id))
     else:

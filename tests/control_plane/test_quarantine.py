@@ -110,7 +110,7 @@ def test_a_kill_at_any_moment_of_a_quarantine_is_made_good_by_the_next_start(
     assert list(folder.iterdir()) == []
 
 
-def test_bad_held_out_tasks_of_an_upload_fail_its_run_and_say_what_to_put_where(tmp_path: Path) -> None:
+def test_an_upload_with_bad_held_out_tasks_is_held_with_them_and_corrected_as_one(tmp_path: Path) -> None:
     root = tmp_path / "root"
     folder = root / "bucket" / "training-data" / "team"
     folder.mkdir(parents=True)
@@ -118,12 +118,20 @@ def test_bad_held_out_tasks_of_an_upload_fail_its_run_and_say_what_to_put_where(
     (folder / "mine.jsonl").write_bytes(GOOD)
     with start_up(root) as running:
         wait_for("its end", partial(has_status, root, "team/mine.jsonl", "failed"), running.process)
-    assert runs_of(root)["team/mine.jsonl"]["error"].splitlines()[:3] == [
-        "team/mine.eval.jsonl: 1 problem in the data:",
-        "  put a correct team/mine.eval.jsonl beside team/mine.jsonl, and team/mine.jsonl there once more",
-        "  team/mine.eval.jsonl:1: metadata: is missing [required]",
-    ]
-    assert letters_of(root) == [], "the upload itself is good"
+        run = runs_of(root)["team/mine.jsonl"]
+        held = root / "bucket" / "quarantine" / run["run_id"]
+        first, where, problem = run["error"].splitlines()[:3]
+        assert first == "team/mine.eval.jsonl: 1 problem in the data:" and str(held) in where
+        assert problem == "  team/mine.eval.jsonl:1: metadata: is missing [required]"
+        report = json.loads((held / "report.json").read_text())
+        assert (report["file"], report["num_rows"]) == ("mine.eval.jsonl", len(GOOD.splitlines()))
+        assert {path.name for path in held.iterdir()} == {"mine.jsonl", "mine.eval.jsonl", "report.json", "report.md"}
+        assert list(folder.iterdir()) == []
+        (letter,) = letters_of(root)
+        (held / "mine.eval.jsonl").write_bytes(ROWS[0])
+        assert turnmill(root, "dlq", "redrive", letter["letter_id"]).returncode == 0
+        wait_for("its success", partial(has_status, root, "team/mine.jsonl", "succeeded"), running.process)
+    assert {path.name for path in folder.iterdir()} == {"mine.jsonl", "mine.eval.jsonl"}
 
 
 def test_a_corrected_upload_that_is_redriven_is_taken_anew_and_a_purged_one_is_gone(tmp_path: Path) -> None:

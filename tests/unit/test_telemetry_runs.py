@@ -39,3 +39,14 @@ def test_a_log_that_can_not_be_opened_is_a_failure_that_may_pass(tmp_path: Path)
         also_logged(tmp_path / "logs" / "control.log", "control", "r1"),
     ):
         raise AssertionError
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk here")
+def test_a_log_on_a_full_disk_is_told_once_and_fails_nothing(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with also_logged(Path("/dev/full"), "control", "r1"):
+        for _ in range(3):
+            logger.info("a line", extra={"at": "r1"})
+    assert capsys.readouterr().err == "warning: /dev/full can't be written now: No space left on device\n"
+    assert "the end of /dev/full is lost: No space left on device" in caplog.text

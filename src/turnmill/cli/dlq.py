@@ -16,7 +16,7 @@ from turnmill.cli import render
 from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
-from turnmill.errors import InvalidInput, TurnmillError, printable
+from turnmill.errors import InvalidInput, NotFound, TurnmillError, printable
 from turnmill.wiring.dead_letters import Letter, LetterKind, choose_letter, look_at_letters
 from turnmill.wiring.dead_letters import purge as purge_letter
 from turnmill.wiring.dead_letters import redrive as redrive_letter
@@ -136,12 +136,20 @@ def purge(
         if not sys.stdin.isatty():
             raise InvalidInput("nobody can be asked here: give --yes to remove them")
         click.confirm(f"remove {len(letters)} for good?", abort=True, err=True)
+    num_removed = 0
     for letter in letters:
-        run_loop(purge_letter(root, letter))
+        try:
+            run_loop(purge_letter(root, letter))
+        except NotFound:
+            # Somebody else redrove or purged it meanwhile: the others are to go all the same.
+            if not is_all:
+                raise
+            continue
+        num_removed += 1
         if as_json:
             click.echo(json.dumps({"letter_id": letter.letter_id}))
     if letters and not as_json:
-        click.echo(f"removed {len(letters)}")
+        click.echo(f"removed {num_removed}")
 
 
 def _look(root: Path, run_id: str | None, kind: str | None) -> list[Letter]:

@@ -24,9 +24,9 @@ from turnmill.cli.show import at_root, find_run, json_option, load_metrics, root
 from turnmill.cli.view import PlainConsole, WarningsShown, command, say, show
 from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_deployment
-from turnmill.errors import InvalidInput, NotFound, TurnmillError
+from turnmill.errors import Duplicate, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
-from turnmill.telemetry import configure_logging
+from turnmill.telemetry import closing_log, configure_logging
 from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.foreground import using
@@ -182,7 +182,7 @@ def in_foreground(root: Path, walk: Walk, as_json: bool) -> None:
     with using(root):
         final, error = run_loop(_walk_and_show(root, walk, console))
     _conclude(root, final, error, console, as_json)
-    if error is not None:
+    if error is not None and not isinstance(error, Duplicate):
         raise error
 
 
@@ -264,7 +264,8 @@ def control_log(path: Path, run_id: str | None = None) -> Iterator[None]:
     logger = logging.getLogger()
     handlers, level = list(logger.handlers), logger.level
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    file = path.open("a", encoding="utf-8")
+    with closing_log(file):
         configure_logging("control", stream=file, run_id=run_id, form=log_format())
         try:
             yield
@@ -286,7 +287,9 @@ def _conclude(root: Path, run: Run, error: TurnmillError | None, console: Consol
     if baseline is not None:
         told = render.baseline_lines(baseline.figures())
         lines = [*(told[:1] if baseline.lets_train else told), *lines]
-    if error is not None:
+    if isinstance(error, Duplicate):
+        lines.append(f"nothing was trained: {error}")
+    elif error is not None:
         lines += [
             f"{run.status.value}; every process that was started has ended",
             f"kept: {root / 'runs' / run.run_id} (records, conversations, metrics, logs/)",

@@ -10,18 +10,17 @@ from pathlib import Path
 import click
 
 from turnmill.backends.embedded import open_bucket
+from turnmill.backends.embedded.bucket import HELD_OUT_SUFFIX, SIDECAR_SUFFIX, beside
 from turnmill.cli import render
 from turnmill.cli.narrator import Narrator
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.run import control_log, data_file, on_signals
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
-from turnmill.records import RunStatus
-from turnmill.wiring.cancelling import ask
+from turnmill.wiring.cancelling import cancel as cancel_run
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.mirroring import mirrored
-from turnmill.wiring.reading import until_ended
 from turnmill.wiring.variables import log_format
 
 
@@ -108,6 +107,10 @@ def upload(
     """Copy FILE into the deployment's bucket, whole or not at all; a run is made of it if `turnmill up` runs or when it
     is started."""
     target = open_bucket(root).put(file, name or file.name, sidecar=sidecar, held_out=held_out)
+    for suffix, given in ((SIDECAR_SUFFIX, sidecar), (HELD_OUT_SUFFIX, held_out)):
+        left = beside(target, suffix)
+        if given is None and left is not None and left.exists():
+            click.echo(f"warning: {left} was there before, and comes with it", err=True)
     if as_json:
         click.echo(json.dumps({"uploaded": str(target)}))
         return
@@ -121,10 +124,11 @@ def upload(
 def cancel(run_id: str, root: Path, as_json: bool) -> None:
     """End a run early, whichever process has it; its records stay, and `turnmill resume` could go on with it."""
     find_run(root, run_id)
-    run = run_loop(ask(root, run_id))
-    if run.status is not RunStatus.CANCELLED:
+
+    def asked() -> None:
         click.echo(f"run {run_id} is told to end; its processes end and what is done stays", err=True)
-        run = run_loop(until_ended(root, run_id))
+
+    run = run_loop(cancel_run(root, run_id, asked=asked))
     click.echo(
         json.dumps({"run_id": run_id, "status": run.status}) if as_json else f"run {run_id} is {run.status.value}"
     )

@@ -32,7 +32,7 @@ class Config:
     training_method: str = param("RFT_MULTITURN_FULL", "what is updated", choices=("RFT_MULTITURN_FULL",))
     env: str = param("wordle", "environment id", choices=("wordle",))
     env_args: dict[str, Any] = param({}, "keyword arguments of load_environment")
-    seed: int = param(0, "seed of the run: sampling and data order", ge=0)
+    seed: int = param(0, "seed of the run: sampling and data order", ge=0, le=2**32 - 1)
 
     # Rollouts
     max_concurrent_rollouts: int = param(40, "rollouts that the worker plays at once", ge=1, le=4096)

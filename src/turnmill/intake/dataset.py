@@ -98,10 +98,15 @@ def validate(path: Path, *, max_problems: int = 100, play: Callable[[Task], None
     return scan.run(take=None if play is None else partial(scan.try_row, play))
 
 
-def read_tasks(path: Path) -> list[Task]:
-    """All rows in file order; raises `DataError` with what is wrong. Takes memory for the tasks, of course."""
+def read_tasks(path: Path, *, digest: str | None = None) -> list[Task]:
+    """All rows in file order; raises `DataError` with what is wrong. Takes memory for the tasks, of course.
+
+    `digest`: of the file that was validated, where it must be that one.
+    """
     tasks: list[Task] = []
     report = _Scan(path, 100).run(take=lambda row: tasks.append(row.task))
+    if digest is not None and report.digest != digest:
+        raise DataError(f"{path} changed after it was validated; start a new run for the new content")
     if not report.ok:
         raise DataError(report.summary())
     return tasks

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
 
 from turnmill.errors import DataError
 from turnmill.intake.dataset import Report
@@ -32,10 +31,12 @@ class Refusal:
     # Under which key it was uploaded, as which version.
     key: str
     version: str
-    # SHA-256 hex of its content; empty where it could not be read.
+    # Of its data, like the next two: SHA-256 hex of the content; empty where it could not be read.
     digest: str
     num_bytes: int
     num_rows: int
+    # Name of the file that is to be corrected: the data, or what came with it.
+    file: str
     # The first ones, at most `MAX_PROBLEMS`.
     problems: tuple[Problem, ...]
     # All of them.
@@ -47,7 +48,6 @@ class Refusal:
 
     def as_text(self, put_back: str) -> bytes:
         """The content of `report.md`; `put_back` is the command that uploads it again."""
-        name = PurePath(self.key).name
         many = "1 problem" if self.num_problems == 1 else f"{self.num_problems} problems"
         lines = [
             f"# {self.key} was not trained on: {many}",
@@ -57,7 +57,7 @@ class Refusal:
             f"- bytes: {self.num_bytes}",
             f"- SHA-256: {self.digest or 'unknown: it could not be read'}",
             "",
-            f"No process was started for it. Correct `{name}` in this folder, then `{put_back}`;",
+            f"No process was started for it. Correct `{self.file}` in this folder, then `{put_back}`;",
             "or upload a correct file and remove this one with `turnmill dlq purge`.",
             "",
             "| line | column | field | rule | problem |",

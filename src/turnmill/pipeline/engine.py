@@ -10,16 +10,16 @@ Produces: the run record with its history; it is written before and after each s
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
 from tenacity.wait import wait_random_exponential
 
 from turnmill import failpoints
-from turnmill.errors import Cancelled, Conflict, Duplicate, NotFound, StageTimeout, TurnmillError
+from turnmill.errors import BackendUnavailable, Cancelled, Conflict, Duplicate, NotFound, StageTimeout, TurnmillError
 from turnmill.pipeline.failures import classify, text_of
 from turnmill.pipeline.stage import Done, Handle, Stage, StageContext
 from turnmill.ports import RecordStore, Stored, Write
@@ -27,6 +27,7 @@ from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, StageRetry
 from turnmill.telemetry import log_as_stage
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 POLL_INTERVAL_S = 0.2
 # Failpoints of each stage, `<stage>-<point>`, in order.
 POINTS = ("entered", "started", "handed", "finished", "done")
@@ -145,7 +146,7 @@ class _StageWalk:
         limit_s = self._stage.timeout_s(self._ctx.config)
         try:
             async with asyncio.timeout(limit_s) as limit:
-                handle = await self._start()
+                handle = await self._tried(self._start)
                 self._hit("started")
                 await self._note(handle=handle)
                 self._hit("handed")
@@ -169,8 +170,8 @@ class _StageWalk:
         """A moment at which the history and what was done differ in another way than at the one before."""
         failpoints.hit(f"{self._stage.name}-{point}")
 
-    async def _start(self) -> Handle:
-        """The handle, after as many tries as the stage allows."""
+    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What it returns, after as many tries as the stage allows."""
         retry = self._stage.retry
         retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + retry.max_retries),
@@ -180,9 +181,9 @@ class _StageWalk:
             sleep=partial(_pause, self._cancel),
             reraise=True,
         )
-        return await retrying(self._start_once)
+        return await retrying(call)
 
-    async def _start_once(self) -> Handle:
+    async def _start(self) -> Handle:
         if self._cancel.is_set():
             raise Cancelled("cancelled by the user")
         return await self._stage.start(self._ctx)
@@ -191,15 +192,20 @@ class _StageWalk:
         error = state.outcome.exception() if state.outcome is not None else None
         if error is None:
             return
-        self._log(logging.WARNING, "failed to start and tries again in %.1f s: %s", state.upcoming_sleep, error)
+        self._log(logging.WARNING, "failed and tries again in %.1f s: %s", state.upcoming_sleep, error)
         retry = StageRetry(at=time.time(), error=text_of(error), error_class=classify(error))
-        await self._note(retries=(*self._entry.retries, retry))
+        try:
+            await self._note(retries=(*self._entry.retries, retry))
+        except BackendUnavailable as unavailable:
+            # What failed may be the records themselves; the log has it, and the next note tells both.
+            self._log(logging.WARNING, "can't record that it tries again: %s", unavailable)
 
     async def _poll(self) -> Done:
         while True:
             if not self._stage.always:
                 self._ctx.check()
-            outcome = await self._stage.poll(self._ctx, self._entry.handle)
+            # Each poll has all tries again: what passes by in an hour of training must not add up.
+            outcome = await self._tried(partial(self._stage.poll, self._ctx, self._entry.handle))
             if isinstance(outcome, Done):
                 return outcome
             await _pause(self._cancel, POLL_INTERVAL_S)

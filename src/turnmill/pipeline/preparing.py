@@ -9,7 +9,7 @@ import msgspec
 from turnmill import assets, failpoints
 from turnmill.errors import BackendUnavailable, EnvironmentFailed, NotFound, RoleFailed
 from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, shown
-from turnmill.pipeline.processes import check_roles
+from turnmill.pipeline.processes import FINAL_EXIT_CODES, check_roles
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.ports import RoleSpec
 from turnmill.records import Check, CheckState, PreflightReport, PreflightRequest, RunKind, decode, encode
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Longest conversation without a model, and time after which no further one is begun, in seconds.
 PLAY_S, TOTAL_S = 30.0, 60.0
+# A preflight that is killed from outside is played again so often; one that says what is wrong is not.
+MAX_KILLS = 2
 
 # ---------------------------------------------------------------- Preflight
 
@@ -42,7 +44,15 @@ async def start_preflight(ctx: StageContext) -> Handle:
         total_s=TOTAL_S,
     )
     await ctx.ports.blobs.put(request_key(name), encode(request))
-    await ctx.launcher.start(RoleSpec(role="preflight", name=name, run_id=ctx.run.run_id))
+    await ctx.launcher.start(
+        RoleSpec(
+            role="preflight",
+            name=name,
+            run_id=ctx.run.run_id,
+            max_restarts=MAX_KILLS,
+            final_exit_codes=FINAL_EXIT_CODES,
+        )
+    )
     failpoints.hit("preflight-started")
     return {"role": name, "capacity": _plain(capacity)}
 

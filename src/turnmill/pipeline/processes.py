@@ -10,7 +10,7 @@ from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key,
 
 # A role that died is started again this often: its work is leased again, a trainer goes on from its records.
 MAX_RESTARTS = 5
-# A trainer that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
+# A job that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
 FINAL_EXIT_CODES = (0, 1, 2)
 # Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
 JOBS = (TRAINER, "preflight")

@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ _CHECKPOINT_MANIFEST = "checkpoint.json"
 
 
 async def start_publish(ctx: StageContext) -> Handle:
+    """A model may be large: it is copied while the stage is polled."""
+    return {}
+
+
+async def poll_publish(ctx: StageContext, handle: Handle) -> Running | Done:
+    """Done with the decision, and the model if it was published."""
+    result = await ctx.background.result_of("publish", partial(_decide_and_publish, ctx))
+    return Running(detail="copying the model") if result is None else Done(result=result)
+
+
+async def _decide_and_publish(ctx: StageContext) -> dict[str, Any]:
     """Done again, after a kill at any moment, it ends with the same single version: what is published stays."""
     status = await training_status(ctx)
     if status is None or status.version is None or status.checkpoint is None:
@@ -43,15 +55,11 @@ async def start_publish(ctx: StageContext) -> Handle:
     return _result(stored.model.promotion, stored)
 
 
-async def poll_publish(ctx: StageContext, handle: Handle) -> Running | Done:
-    return Done(result=handle["result"])
-
-
-def _result(promotion: Promotion, stored: StoredModel | None) -> Handle:
+def _result(promotion: Promotion, stored: StoredModel | None) -> dict[str, Any]:
     result: dict[str, Any] = {"promotion": asdict(promotion), "model": None, "location": None}
     if stored is not None:
         result |= {"model": stored.model.name, "location": stored.location}
-    return {"result": result}
+    return result
 
 
 async def _publish(ctx: StageContext, status: TrainingStatus, promotion: Promotion) -> StoredModel:

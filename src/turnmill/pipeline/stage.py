@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from turnmill.budget import Meter
 from turnmill.config import Config
 from turnmill.errors import InvalidInput
+from turnmill.pipeline.background import Background
 from turnmill.ports import Launcher, RunPorts
 from turnmill.records import ErrorClass, Purpose, Run, RunKind
 
@@ -74,11 +75,13 @@ class StageContext:
     check: Callable[[], None]
     # Of the run's time and dollars; None: nobody counts them.
     meter: Meter | None = None
+    background: Background = field(default_factory=Background)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """Which failures are worth another `start`, how often, and how long to wait: a random part of a doubling pause.
+    """Which failures of `start`, or of a `poll`, are worth another try, how often, and how long to wait: a random part
+    of a doubling pause.
 
     Raises `ValueError` for a class that is permanent.
     """

@@ -9,7 +9,7 @@ from turnmill.records.outcomes import ErrorClass, RunKind, RunStatus
 
 @dataclass(frozen=True, kw_only=True)
 class StageRetry:
-    """A start that failed and was followed by another one."""
+    """A try at a stage's start, or at one of its polls, that failed and was followed by another one."""
 
     # When it failed.
     at: float
@@ -30,7 +30,7 @@ class StageRecord:
     result: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     error_class: ErrorClass | None = None
-    # Starts that failed before the one that counts.
+    # Tries that failed before the ones that count.
     retries: tuple[StageRetry, ...] = ()
     # Of the run: its stages are walked again when it is resumed.
     attempt: int = 1

@@ -4,18 +4,21 @@ ask: QUEUED, or nobody has it -> CANCELLED at once;  ACTIVE -> a record -> the c
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from turnmill.backends.embedded import open_root_records
-from turnmill.errors import Conflict, InvalidInput
+from turnmill.errors import BackendUnavailable, Conflict, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunStatus, cancel_key, encode
-from turnmill.wiring.reading import as_seen
+from turnmill.wiring.reading import as_seen, until_left
+
+logger = logging.getLogger(__name__)
 
 # How often a control process looks.
 _LOOK_S = 0.5
@@ -52,7 +55,7 @@ async def cancellable(
             while not cancel.event.is_set():
                 if (await asyncio.wait({stopped}, timeout=_LOOK_S))[0]:
                     cancel.event.set()
-                elif (await runs.get([cancel_key(run_id)]))[0] is not None:
+                elif await _is_asked(runs, run_id):
                     cancel.ask()
         finally:
             stopped.cancel()
@@ -63,6 +66,47 @@ async def cancellable(
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _is_asked(runs: RecordStore, run_id: str) -> bool:
+    """Records that can't be read right now must not make the run deaf to Ctrl-C: they are read again."""
+    try:
+        (stored,) = await runs.get([cancel_key(run_id)])
+    except BackendUnavailable as error:
+        logger.warning("whether run %s is to be cancelled can't be seen now: %s", run_id, error)
+        return False
+    return stored is not None
+
+
+async def cancel(root: Path, run_id: str, *, asked: Callable[[], None]) -> Run:
+    """End a run early, and wait until it has ended: whoever has it, and whatever happens to that process meanwhile.
+
+    `asked` is called once the process that has the run was asked. Raises as `ask` does; a run that ends in another way
+    in the meantime is no error.
+    """
+    run = await ask(root, run_id)
+    if run.status is RunStatus.ACTIVE:
+        asked()
+    while run.status is RunStatus.ACTIVE:
+        left = await until_left(root, run)
+        if left.status.is_final and left.status is not RunStatus.INTERRUPTED:
+            return left
+        # It was stopped or killed before it saw the wish, so that the run would go on later.
+        run = await ask(root, run_id)
+    return run
+
+
+async def heed(root: Path, run_id: str) -> Run | None:
+    """Cancel a run that nobody has, if the process that had it last was asked to end it and did not come to that.
+
+    None where nobody asked: the run may go on.
+    """
+    runs = open_root_records(root)
+    try:
+        (wish,) = await runs.get([cancel_key(run_id)])
+    finally:
+        runs.close()
+    return None if wish is None else await ask(root, run_id)
 
 
 async def ask(root: Path, run_id: str) -> Run:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,15 +27,16 @@ from turnmill.config.values import suggest
 from turnmill.conversation.proxy import create_app, serve
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
-from turnmill.errors import ConfigError, Conflict, DataError, InvalidInput, TurnmillError
+from turnmill.errors import Cancelled, ConfigError, Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.intake.reports import RefusedData
+from turnmill.pipeline.background import Background
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RecordStore, RunPorts
-from turnmill.records import Run, RunKind, RunStatus
+from turnmill.records import Run, RunKind, RunStatus, Task
 from turnmill.wiring import variables
 from turnmill.wiring.cancelling import cancellable
 from turnmill.wiring.costs import admission
@@ -197,7 +199,9 @@ async def _check_queued(root: Path, runs: RecordStore, run: Run, config: Config)
         raise await quarantine(root, runs, run, ConfigError(run.refused))
     try:
         resolved = Resolved(config=config, sources=run.sources)
-        check_order(Order(kind=run.kind, resolved=resolved, data=None, eval_data=None))
+        # Loading an environment runs its code: conversations of other runs go on meanwhile.
+        order = Order(kind=run.kind, resolved=resolved, data=None, eval_data=None)
+        await asyncio.to_thread(check_order, order)
     except InvalidInput as error:
         if any(is_sidecars(run, name) for name in ("base_model", "env", "env_args")):
             raise await quarantine(root, runs, run, ConfigError(str(error))) from error
@@ -222,6 +226,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
     meter = Meter(ports.records, run, root=root)
     evaluations = BackgroundEvaluations(partial(play, ports, run, config, meter))
     sessions = Sessions(ports, run=run, config=config)
+    background = Background()
     try:
         await meter.start()
         async with sessions, serve(create_app(sessions)) as port:
@@ -234,6 +239,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
             }
             try:
                 yield StageContext(
+                    background=background,
                     run=run,
                     config=config,
                     ports=ports,
@@ -248,6 +254,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     meter=meter,
                 )
             finally:
+                await background.close()
                 await evaluations.close()
                 await launcher.close()
     finally:
@@ -257,7 +264,19 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
 
 async def _validate(config: Config, path: Path) -> dict[str, Any]:
     environment = await asyncio.to_thread(load, config.env, config.env_args)
-    report = await asyncio.to_thread(validate, path, play=environment.validate)
+    is_given_up = threading.Event()
+
+    def try_task(task: Task) -> None:
+        if is_given_up.is_set():
+            raise Cancelled("nobody waits for it any more")
+        environment.validate(task)
+
+    try:
+        report = await asyncio.to_thread(validate, path, play=try_task)
+    except asyncio.CancelledError:
+        # The thread would read on, and the process could not end before it has.
+        is_given_up.set()
+        raise
     if not report.ok:
         raise RefusedData(report)
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}

@@ -32,6 +32,7 @@ from turnmill.ports import Write
 from turnmill.records import QUEUED_PREFIX, Alert, Run, RunStatus, Upload
 from turnmill.telemetry import also_logged, log_as_run
 from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
+from turnmill.wiring.cancelling import heed
 from turnmill.wiring.checks import checks_of_deployment
 from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
 from turnmill.wiring.monitor import Monitor, monitored
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # How often it is looked for runs that another process queued.
 _HEAR_S = 1.0
+# How often it is looked for runs without a word: of one that was lost with its process, a kill between run and word.
+_LOOK_S = 30.0
 # How long a run waits that could not be begun because something is busy.
 _AGAIN_S = 5.0
 
@@ -76,11 +79,20 @@ class Deployment:
     Raises `ConfigError` if the configuration is wrong without any sidecar.
     """
 
-    def __init__(self, root: Path, layers: Layers, *, max_parallel_runs: int, tell: Callable[[News], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        layers: Layers,
+        *,
+        max_parallel_runs: int,
+        tell: Callable[[News], None],
+        look_s: float = _LOOK_S,
+    ) -> None:
         self._root = root
         self._layers = layers
         self._max_parallel_runs = max_parallel_runs
         self._tell = tell
+        self._look_s = look_s
         self._bucket: FolderBucket = open_bucket(root)
         self._changed = asyncio.Event()
         self._active: dict[str, asyncio.Task[None]] = {}
@@ -221,13 +233,20 @@ class Deployment:
         try:
             while not stop.is_set():
                 self._changed.clear()
-                for run in await self._waiting():
+                try:
+                    waiting = await self._waiting()
+                except BackendUnavailable as error:
+                    logger.warning("runs that wait can't be looked for now: %s", error)
+                    await _pause(stop, _HEAR_S)
+                    self._changed.set()
+                    continue
+                for run in waiting:
                     # One that is refused starts nothing: its uploader need not wait for a slot to hear of it.
                     has_slot = len(self._active) < self._max_parallel_runs or run.refused is not None
                     if has_slot and run.run_id not in self._active:
                         self._active[run.run_id] = asyncio.create_task(self._run(run, stop), name=f"run {run.run_id}")
                 changed = asyncio.create_task(self._changed.wait(), name="runs changed")
-                await asyncio.wait({stopped, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({stopped, changed}, timeout=self._look_s, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
         finally:
             stopped.cancel()
@@ -286,6 +305,8 @@ class Deployment:
             self._changed.set()
 
     async def _walk(self, run: Run, stop: asyncio.Event) -> tuple[Run, TurnmillError | None]:
+        if (cancelled := await heed(self._root, run.run_id)) is not None:
+            return cancelled, None
         later = RunStatus.QUEUED
         # Nothing of it was started before its data was found valid.
         if not any(stage.name == FIRST_STAGE and stage.state == "done" for stage in run.stages):
@@ -303,7 +324,9 @@ class Deployment:
     async def _give_up(self, run_id: str, error: Exception) -> None:
         """The run can't be begun or gone on with: it has failed, unless somebody else has it."""
         text = str(error) or type(error).__name__
-        if not isinstance(error, Conflict):
+        if isinstance(error, Conflict):
+            self._tell(News(text=f"run {run_id} is left to another process: {text}"))
+        else:
             run = await self._change(run_id, RunStatus.FAILED, text)
             if run.status is RunStatus.FAILED:
                 self._tell(News(text=f"run {run_id} failed: {text}", run=run))

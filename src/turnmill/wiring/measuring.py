@@ -8,18 +8,19 @@ from turnmill.budget import Allowance, Meter
 from turnmill.config import Config
 from turnmill.errors import BudgetExceeded, Conflict
 from turnmill.evaluation import Evaluation, Progress, Ration, evaluate, measure_baseline
-from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.budget import trainer_says
+from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts, Write
 from turnmill.records import Baseline, Purpose, Run, encode
 from turnmill.rollout.scheduler import Scheduler
+from turnmill.wiring.reading import read_validated
 
 
 async def play(
     ports: RunPorts, run: Run, config: Config, meter: Meter, name: str, path: Path, purpose: Purpose, progress: Progress
 ) -> Evaluation | Baseline:
     """Evaluate on the tasks of a file, or play the baseline on them and record what came of it."""
-    tasks = await asyncio.to_thread(read_tasks, path)
+    tasks = await asyncio.to_thread(read_validated, await load_run(ports.runs, run.run_id), path)
     scheduler = Scheduler(ports.records, ports.rollout_request, ports.rollout_response, run.run_id, purpose, config)
     allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
     ration = Ration(allowance=allowance, batch_size=config.global_batch_size) if config.budget_tokens else None

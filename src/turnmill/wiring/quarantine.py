@@ -13,8 +13,9 @@ from pathlib import Path
 
 from turnmill import __version__, failpoints
 from turnmill.backends.embedded import open_bucket, open_quarantine
+from turnmill.backends.embedded.bucket import HELD_OUT_SUFFIX, SIDECAR_SUFFIX, SUFFIX
 from turnmill.errors import ConfigError, DataError, InvalidInput
-from turnmill.intake.dataset import Report, validate
+from turnmill.intake.dataset import validate
 from turnmill.intake.reports import ENVIRONMENT, MAX_PROBLEMS, SIDECAR, Refusal, RefusedData
 from turnmill.intake.rows import Problem
 from turnmill.ports import RecordStore, Write
@@ -33,6 +34,9 @@ async def quarantine(root: Path, runs: RecordStore, run: Run, error: InvalidInpu
     if run.upload is None or run.data_path is None:
         return error
     copy = Path(run.data_path)
+    if not await asyncio.to_thread(copy.is_file):
+        # What was removed from the run's own folder is no fault of the upload.
+        return error
     refusal = await asyncio.to_thread(_refusal, run, run.upload, copy, error)
     upload = Upload(
         bucket=open_bucket(root).name,
@@ -47,9 +51,12 @@ async def quarantine(root: Path, runs: RecordStore, run: Run, error: InvalidInpu
         "report.json": refusal.as_json(),
         REPORT: refusal.as_text(redrive),
     }
-    # People know it by its key; the copy that was read is the run's own affair.
+    held_out = Path(run.eval_path) if run.eval_path else None
+    # People know it by its key; the copies that were read are the run's own affair.
     text = str(error).replace(str(copy), run.upload)
-    place = await asyncio.to_thread(held.hold, run.run_id, upload, copy, reports)
+    if held_out is not None:
+        text = text.replace(str(held_out), run.upload.removesuffix(SUFFIX) + HELD_OUT_SUFFIX)
+    place = await asyncio.to_thread(held.hold, run.run_id, upload, copy, reports, held_out=held_out)
     letter = DeadTrigger(
         name=run.run_id,
         upload=upload,
@@ -79,20 +86,26 @@ def _redrive(root: Path, run_id: str) -> str:
 
 
 def _refusal(run: Run, key: str, copy: Path, error: InvalidInput) -> Refusal:
-    # What is wrong with the data is said as well where the parameters are what was refused.
-    report: Report = error.report if isinstance(error, RefusedData) else validate(copy, max_problems=MAX_PROBLEMS)
-    problems, num_problems = report.problems, report.num_problems
-    if not isinstance(error, RefusedData):
-        rule = SIDECAR if isinstance(error, ConfigError) else ENVIRONMENT
-        problems = (Problem(line=None, column=None, field=None, rule=rule, message=str(error)), *problems)
-        num_problems += 1
+    of_file = error.report if isinstance(error, RefusedData) else None
+    # What is wrong with the data is said as well where something beside it was refused.
+    is_of_data = of_file is not None and of_file.path == str(copy)
+    data = of_file if of_file is not None and is_of_data else validate(copy, max_problems=MAX_PROBLEMS)
+    if of_file is not None:
+        file, problems, num_problems = Path(of_file.path).name, of_file.problems, of_file.num_problems
+    else:
+        is_sidecar = isinstance(error, ConfigError)
+        file = copy.name.removesuffix(SUFFIX) + SIDECAR_SUFFIX if is_sidecar else copy.name
+        rule = SIDECAR if is_sidecar else ENVIRONMENT
+        first = Problem(line=None, column=None, field=None, rule=rule, message=str(error))
+        problems, num_problems = (first, *data.problems), data.num_problems + 1
     return Refusal(
         run_id=run.run_id,
         key=key,
         version=run.upload_version or "",
-        digest=report.digest,
+        digest=data.digest,
         num_bytes=copy.stat().st_size,
-        num_rows=report.num_rows,
+        num_rows=data.num_rows,
+        file=file,
         problems=problems[:MAX_PROBLEMS],
         num_problems=num_problems,
     )

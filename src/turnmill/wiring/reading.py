@@ -16,6 +16,7 @@ from turnmill.backends.embedded import (
     process_lives,
 )
 from turnmill.errors import NotFound, TurnmillError
+from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
 from turnmill.records import (
@@ -24,6 +25,7 @@ from turnmill.records import (
     Metric,
     Run,
     RunStatus,
+    Task,
     TrainingStatus,
     baseline_key,
     decode,
@@ -207,3 +209,22 @@ async def until_ended(root: Path, run_id: str) -> Run:
     async for run, _ in follow(root, run_id):
         last = run
     return last
+
+
+async def until_left(root: Path, run: Run) -> Run:
+    """The run, once the process that has it in `run` has it no more: it has ended, waits again, or is another's."""
+    async for seen, _ in follow(root, run.run_id):
+        if seen.status is not RunStatus.ACTIVE or _owner_of(seen) != _owner_of(run):
+            return seen
+    return seen
+
+
+def _owner_of(run: Run) -> tuple[object, ...]:
+    return run.attempt, run.pid, run.pid_began
+
+
+def read_validated(run: Run, path: Path) -> list[Task]:
+    """The tasks of a file of this attempt; raises `DataError` unless it still is the one that was validated."""
+    reports = {stage.name: stage.result for stage in run.current_stages}.get("ValidateData", {})
+    digests = [report["digest"] for report in reports.values() if report["path"] == str(path)]
+    return read_tasks(path, digest=digests[0] if digests else "")

@@ -56,7 +56,8 @@ async def resume(
     try:
         record = await RunRecord.open(runs, run_id)
         run = record.run
-        check_run(run, from_step)
+        # It reads the data whole: conversations of other runs go on meanwhile.
+        await asyncio.to_thread(check_run, run, from_step)
         resolved = raised(from_dict(run.config), run.sources, budgets, load_limits(root)[0])
         resolved = await within_day(root, run, resolved)
         config = resolved.config
@@ -99,6 +100,9 @@ def check_run(run: Run, from_step: int | None) -> None:
             f"run {run.run_id} is active: its control process {run.pid} is running; "
             f"`turnmill watch {run.run_id}` follows it, Ctrl-C there or `kill -INT {run.pid}` stops it"
         )
+    if run.refused is not None:
+        # What it would go on with are not the parameters that its uploader meant.
+        raise InvalidInput(f"run {run.run_id} had wrong parameters and can't go on: {run.refused}")
     if from_step is not None and run.kind is not RunKind.TRAIN:
         raise InvalidInput(f"run {run.run_id} is an evaluation: it has no steps to go on from (--from {from_step})")
     if seen.status is RunStatus.SUCCEEDED and from_step is None:

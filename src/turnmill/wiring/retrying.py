@@ -18,12 +18,16 @@ from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.errors import Conflict, DataError, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
-from turnmill.records import RetryClaim, Run, RunStatus, decode, encode, queued_key, retry_key, run_key
+from turnmill.records import RetryClaim, Run, RunKind, RunStatus, decode, encode, queued_key, retry_key, run_key
 from turnmill.wiring.control import Order, Origin, check_order, new_run_id, resolve, with_absolute_model
 from turnmill.wiring.costs import admitted
 from turnmill.wiring.reading import as_seen
 from turnmill.wiring.resume import check_data
 
+_ONCE_MORE = {
+    RunKind.TRAIN: "`turnmill run` trains on the same file once more",
+    RunKind.EVAL: "`turnmill eval` plays the same tasks once more",
+}
 # Where a parameter has its value from when nobody set it.
 _UNSET = ("default", "recipe.toml")
 
@@ -70,7 +74,7 @@ def _check_status(run: Run) -> None:
     reasons = {
         RunStatus.QUEUED: "it waits for its turn",
         RunStatus.ACTIVE: f"it is active; `turnmill cancel {run_id}` ends it",
-        RunStatus.SUCCEEDED: "it has succeeded; `turnmill run` trains on the same file once more",
+        RunStatus.SUCCEEDED: f"it has succeeded; {_ONCE_MORE[run.kind]}",
         RunStatus.DUPLICATE: f"it is a duplicate of run {run.duplicate_of}: retry that one",
         RunStatus.INTERRUPTED: f"it was interrupted: `turnmill resume {run_id}` goes on with it",
     }

@@ -17,7 +17,6 @@ from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.config import Config, from_dict
 from turnmill.environment import load
 from turnmill.errors import InvalidInput
-from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
 from turnmill.records import Purpose, Run
@@ -25,6 +24,7 @@ from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading import read_validated
 
 logger = logging.getLogger(__name__)
 ROLES = ("worker", "replica", "trainer", "preflight")
@@ -149,7 +149,7 @@ async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
     async with _opened(root, run_id) as (run, config, ports):
         if run.data_path is None:
             raise InvalidInput(f"run {run_id} has no training data")
-        await _check_unchanged(run)
+        tasks = await asyncio.to_thread(read_validated, run, Path(run.data_path))
         scheduler = Scheduler(
             ports.records, ports.rollout_request, ports.rollout_response, run_id, Purpose.TRAIN, config
         )
@@ -159,7 +159,7 @@ async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
                 ports,
                 run=run,
                 config=config,
-                tasks=await asyncio.to_thread(read_tasks, Path(run.data_path)),
+                tasks=tasks,
                 rollouts=scheduler,
                 trainer=Trainer(assets.model_folder(config.base_model), config),
                 folder=root / "runs" / run_id / "checkpoints",
@@ -167,12 +167,3 @@ async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
             )
         finally:
             await scheduler.close()
-
-
-async def _check_unchanged(run: Run) -> None:
-    """The file that is trained on is the file that was validated."""
-    path = Path(str(run.data_path))
-    validated = {stage.name: stage.result for stage in run.current_stages}.get("ValidateData", {}).get("data", {})
-    report = await asyncio.to_thread(validate, path)
-    if report.digest != validated.get("digest"):
-        raise InvalidInput(f"{path} changed after it was validated; start a new run for the new content")

@@ -22,6 +22,10 @@ def told(bucket: FolderBucket) -> dict[str, Upload]:
     return {upload.key: upload for upload in bucket.look()[0]}
 
 
+def ignored(uploads: dict[str, Upload]) -> dict[str, str]:
+    return {key: upload.ignored for key, upload in uploads.items() if upload.ignored}
+
+
 def test_held_out_tasks_lie_beside_their_upload_and_are_none_themselves(bucket: FolderBucket, tmp_path: Path) -> None:
     data, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     data.write_bytes(ROW)
@@ -61,3 +65,51 @@ def test_all_files_of_an_upload_are_there_or_nothing_is_placed(bucket: FolderBuc
     with pytest.raises(InvalidInput, match=r"held-out tasks of a\.jsonl: upload them with it \(--eval-data\)"):
         bucket.put(data, "a.eval.jsonl")
     assert list(bucket.folder.iterdir()) == []
+
+
+def test_what_can_not_come_with_an_upload_is_told_once(bucket: FolderBucket) -> None:
+    """No silence: parameters that nobody reads, and tasks that nobody trains on."""
+    for name in (
+        "a.jsonl",
+        "a.eval.jsonl",
+        "a.config.toml",
+        "b.jsonl.config.toml",
+        "b.eval.jsonl",
+        "later.config.toml",
+    ):
+        (bucket.folder / name).write_bytes(ROW)
+    misnamed = {"b.jsonl.config.toml": "what comes with b.jsonl is found as b.config.toml"}
+    assert ignored(told(bucket)) == misnamed, "the data of b.eval.jsonl may come any moment"
+    impatient = FolderBucket(bucket.folder.parent, settle_s=0.0, alone_s=0.0)
+    alone = "it is taken for the held-out tasks of b.jsonl, which is not there; to train on it, rename it"
+    assert ignored(told(impatient)) == {**misnamed, "b.eval.jsonl": alone}
+    assert told(impatient) == {}
+
+
+def test_a_name_of_several_lines_is_no_name(bucket: FolderBucket, tmp_path: Path) -> None:
+    (bucket.folder / "a\x1b[2J\nb.jsonl").write_bytes(ROW)
+    (bucket.folder / "schnee ☃ 👩‍🔬.jsonl").write_bytes(ROW)
+    found = told(bucket)
+    assert list(found) == ["a\\x1b[2J\\nb.jsonl", "schnee ☃ 👩‍🔬.jsonl"]
+    assert ignored(found) == {"a\\x1b[2J\\nb.jsonl": "its name has line breaks or other control characters"}
+    with pytest.raises(InvalidInput, match="control characters"):
+        bucket.put(bucket.folder / "schnee ☃ 👩‍🔬.jsonl", "a\nb.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".config.toml", ".eval.jsonl"])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_came_with_an_upload_and_can_not_be_read_is_not_passed_over(
+    bucket: FolderBucket, tmp_path: Path, suffix: str, is_folder: bool
+) -> None:
+    (bucket.folder / "a.jsonl").write_bytes(ROW)
+    beside = bucket.folder / f"a{suffix}"
+    if is_folder:
+        beside.mkdir()
+    else:
+        beside.symlink_to(tmp_path / "nothing")
+    upload = told(bucket)["a.jsonl"]
+    if suffix == ".config.toml":
+        assert bucket.sidecar_of(upload) == beside
+    else:
+        with pytest.raises((BackendUnavailable, NotFound)):
+            bucket.fetch_held_out(upload, tmp_path / "copy.jsonl")

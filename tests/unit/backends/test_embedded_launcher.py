@@ -89,3 +89,29 @@ async def test_restarts_are_counted_for_those_who_come_later(tmp_path: Path) -> 
     file.write_bytes(file.read_bytes() + b'{"role": "a"')
     assert look_at_restarts(tmp_path, "run-1") == {"a": 2}, "without the line that is torn"
     assert look_at_restarts(tmp_path, "run-2") == {}
+
+
+async def test_a_process_that_ends_in_the_moment_in_which_it_is_stopped_is_no_reason_to_hang(tmp_path: Path) -> None:
+    """Whoever signals must not take the end of the child away from the thread that waits for it."""
+    async with asyncio.timeout(60):
+        for index in range(150):
+            launcher = ProcessLauncher(tmp_path, command=["/bin/sh", "-c", f"sleep 0.00{index % 5}"], stop_s=5.0)
+            await launcher.start(RoleSpec(role="any", name=f"any-{index}", run_id="r1"))
+            await asyncio.sleep(0.0005 * (index % 20))
+            await launcher.stop(f"any-{index}")
+            (status,) = await launcher.statuses()
+            assert status.state == "exited"
+
+
+async def test_where_sigchld_is_ignored_the_end_of_a_role_is_seen_all_the_same(tmp_path: Path) -> None:
+    """As under some supervisors: processes inherit that."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launcher = ProcessLauncher(tmp_path, command=["/bin/sh", "-c", "exit 3"])
+        await launcher.start(RoleSpec(role="any", name="a", run_id="r1"))
+        async with asyncio.timeout(20):
+            while (await launcher.statuses())[0].state == "running":  # noqa: ASYNC110 (nobody tells)
+                await asyncio.sleep(0.01)
+            await launcher.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -344,3 +344,10 @@ def test_every_parameter_has_a_meaning_and_a_default_in_its_range() -> None:
 
 def test_two_configurations_do_not_share_their_env_args() -> None:
     assert Config().env_args is not Config().env_args
+
+
+def test_a_seed_is_one_that_every_generator_takes() -> None:
+    """Else the trainer is the first to find out."""
+    assert load_config(flags={"seed": 2**32 - 1}).config.seed == 4294967295
+    (problem,) = problems_of(seed=2**32)
+    assert problem.startswith("seed = 4294967296")

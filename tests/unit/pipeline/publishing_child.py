@@ -158,8 +158,9 @@ async def opened(root: Path, run_id: str = "r1", config: Config = CONFIG) -> Asy
 async def publish(root: Path, run_id: str = "r1", config: Config = CONFIG) -> dict[str, Any]:
     """The result of the stage."""
     async with opened(root, run_id, config) as ctx:
-        done = await poll_publish(ctx, await start_publish(ctx))
-        assert isinstance(done, Done)
+        handle = await start_publish(ctx)
+        while not isinstance(done := await poll_publish(ctx, handle), Done):
+            pass
         return done.result
 
 

@@ -253,6 +253,25 @@ async def test_retries_end(world: World) -> None:
     assert world.record.run.stages[0].error_class is ErrorClass.INFRASTRUCTURE
 
 
+async def test_a_poll_that_could_not_be_answered_is_asked_again_and_each_has_all_tries(world: World) -> None:
+    """What passes by in a stage of hours ends no run: a busy disk, a process that could not be made."""
+    failures = [1, 1, 0, 1, 1, 0]
+
+    async def poll(ctx: StageContext, handle: Handle) -> Running | Done:
+        if failures.pop(0):
+            raise BackendUnavailable("busy")
+        return Running() if failures else Done(result={})
+
+    table = [replace(stage(world, "A", retry=Retry(first_delay_s=0.001, max_retries=2)), poll=poll)]
+    run, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert error is None and world.log == ["start A"] and len(run.stages[0].retries) == 4
+
+    quick = Retry(first_delay_s=0.001, max_retries=2)
+    table = [stage(world, "B", fail=BackendUnavailable("gone"), retry=quick)]
+    _, error = await walk(world.ctx, table, world.record, asyncio.Event())
+    assert isinstance(error, BackendUnavailable) and len(world.record.run.stages[1].retries) == 2
+
+
 async def test_a_retry_is_in_the_history_before_it_is_made(world: World) -> None:
     seen: list[int] = []
 
@@ -330,7 +349,7 @@ async def test_the_first_and_last_lines_of_a_stage_are_logged_while_it_goes_on(
 )
 async def test_each_failure_has_a_class_in_the_history(world: World, error: Exception, expected: ErrorClass) -> None:
     assert classify(error) is expected
-    table = [stage(world, "A", fail=error)]
+    table = [stage(world, "A", fail=error, retry=Retry(first_delay_s=0.001))]
     if expected is ErrorClass.DEFECT:
         with pytest.raises(type(error)):
             await walk(world.ctx, table, world.record, asyncio.Event())

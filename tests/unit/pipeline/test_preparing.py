@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -82,7 +84,10 @@ async def open_context(tmp_path: Path) -> AsyncIterator[Open]:
 
 
 async def to_its_end(ctx: StageContext) -> dict[str, Any]:
-    handle = json.loads(json.dumps(await start_preflight(ctx)))
+    return await until_done(ctx, json.loads(json.dumps(await start_preflight(ctx))))
+
+
+async def until_done(ctx: StageContext, handle: dict[str, Any]) -> dict[str, Any]:
     async with asyncio.timeout(60):
         while True:
             outcome = await poll_preflight(ctx, handle)
@@ -109,6 +114,17 @@ async def test_a_failed_check_fails_the_stage_and_says_which_and_why(open_contex
     text = str(caught.value)
     assert text.startswith("environment wordle can't be trained on with this data:\n  gold: the gold answer earns 0.5")
     assert isinstance(caught.value, InvalidInput)
+
+
+async def test_a_preflight_that_is_killed_is_played_again(open_context: Open) -> None:
+    """Any role may be killed at any moment: of memory that was short, for instance."""
+    ctx = open_context("well")
+    handle = await start_preflight(ctx)
+    (role,) = await ctx.launcher.statuses()
+    assert role.pid is not None
+    os.kill(role.pid, signal.SIGKILL)
+    assert (await until_done(ctx, handle))["tasks"] == ["t0", "t1", "t2"]
+    assert [role.num_restarts for role in await ctx.launcher.statuses()] == [1]
 
 
 @pytest.mark.parametrize(("do", "place"), [("block", "in block"), ("spin", "in spin"), ("ignore cancelling", "in ")])

@@ -1,5 +1,6 @@
 """Publishing: one version that never changes, whoever is killed when; a card that says where it comes from."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -17,7 +18,8 @@ from turnmill.backends.embedded import open_root_records
 from turnmill.backends.embedded.models import MANIFEST
 from turnmill.errors import RecordCorrupt, VersionConflict
 from turnmill.pipeline.engine import RunRecord
-from turnmill.pipeline.publishing import point_to_latest
+from turnmill.pipeline.publishing import point_to_latest, poll_publish, start_publish
+from turnmill.pipeline.stage import Running
 from turnmill.records import LatestModel, PublishedModel, StageRecord, decode, latest_model_key
 
 REPOSITORY = Path(__file__).parents[3]
@@ -170,3 +172,20 @@ async def test_other_weights_are_never_published_under_the_same_name(tmp_path: P
     async with opened(tmp_path) as ctx:
         with pytest.raises(RecordCorrupt, match="does not describe a model"):
             await ctx.ports.models.find("r1", VERSION)
+
+
+async def test_publishing_that_is_given_up_leaves_nothing_and_publishes_nothing_later(tmp_path: Path) -> None:
+    """A cancelled run must not have its model published by a thread that goes on copying."""
+    await prepare(tmp_path)
+    async with opened(tmp_path) as ctx:
+        source = tmp_path / "runs" / "r1" / "checkpoints" / "final"
+        # Larger than what is copied in a moment.
+        with (source / "model.safetensors").open("ab") as file:
+            file.truncate(600 * 2**20)
+        await start_publish(ctx)
+        polled = await poll_publish(ctx, {})
+        assert isinstance(polled, Running) and polled.detail == "copying the model"
+        await ctx.background.close()
+        # Until the thread has ended.
+        await asyncio.get_running_loop().shutdown_default_executor()
+    assert list((tmp_path / "bucket" / "models" / "r1").iterdir()) == []

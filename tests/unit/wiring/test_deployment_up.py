@@ -13,7 +13,7 @@ from turnmill.backends.embedded.locks import lock_path
 from turnmill.config import to_dict
 from turnmill.errors import Conflict, InvalidInput
 from turnmill.ports import Write
-from turnmill.records import Run, RunKind, RunStatus, StageRecord, encode
+from turnmill.records import Run, RunKind, RunStatus, StageRecord, cancel_key, encode
 from turnmill.wiring.control import Order, begin, check_order
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.reading import began, look_at_run
@@ -171,3 +171,66 @@ async def test_held_out_tasks_are_copied_with_their_upload_and_nothing_changes_u
     copy = tmp_path / "runs" / runs["a.jsonl"].run_id / "data" / "a.eval.jsonl"
     assert runs["a.jsonl"].eval_path == str(copy) and copy.read_text() == 2 * ROW
     assert runs["b.jsonl"].eval_path is None
+
+
+async def test_records_that_can_not_be_read_for_a_moment_do_not_end_the_deployment(tmp_path: Path) -> None:
+    blocked = tmp_path / "records" / "runs.db"
+    blocked.mkdir(parents=True)
+    stop, told = asyncio.Event(), list[str]()
+
+    def tell(news: News) -> None:
+        told.append(news.text)
+        if "is tried again" in news.text:
+            # An event makes it look again.
+            blocked.rmdir()
+            (deployment.folder / "b.jsonl").write_text(ROW)
+        elif " begins" in news.text:
+            stop.set()
+
+    deployment = Deployment(tmp_path, LAYERS, max_parallel_runs=1, tell=tell)
+    deployment.folder.mkdir(parents=True)
+
+    def ready() -> None:
+        (deployment.folder / "a.jsonl").write_text(ROW)
+
+    async with asyncio.timeout(30):
+        await deployment.up(stop, ready)
+    assert any(" begins" in text for text in told), told
+
+
+async def test_a_run_of_which_nobody_sent_word_gets_its_turn(tmp_path: Path) -> None:
+    """`turnmill retry` was killed before it did, or `turnmill resume` before the run had ended."""
+    stop, told = asyncio.Event(), list[str]()
+
+    def tell(news: News) -> None:
+        told.append(news.text)
+        stop.set()
+
+    def ready() -> None:
+        # After the first look.
+        asyncio.get_running_loop().call_later(
+            0.3, lambda: left.append(asyncio.create_task(record_active(tmp_path, None)))
+        )
+
+    left: list[asyncio.Task[Run]] = []
+    deployment = Deployment(tmp_path, LAYERS, max_parallel_runs=1, tell=tell, look_s=0.2)
+    async with asyncio.timeout(30):
+        await deployment.up(stop, ready)
+    assert told[0] == "run one begins: a.jsonl"
+
+
+async def test_a_run_whose_process_died_before_it_saw_that_it_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
+    await record_active(tmp_path, None, StageRecord(name="ValidateData", state="done", started_at=1.0))
+    records = open_root_records(tmp_path)
+    await records.write([Write(key=cancel_key("one"), value=b"{}", expected=None)])
+    records.close()
+    stop, told = asyncio.Event(), list[str]()
+
+    def tell(news: News) -> None:
+        told.append(news.text)
+        if news.run is not None and news.run.status is RunStatus.CANCELLED:
+            stop.set()
+
+    async with asyncio.timeout(30):
+        await Deployment(tmp_path, LAYERS, max_parallel_runs=1, tell=tell).up(stop, lambda: None)
+    assert told[-1] == "run one cancelled" and look_at_run(tmp_path, "one").status is RunStatus.CANCELLED

@@ -1,6 +1,7 @@
 """What somebody who only looks at a deployment sees."""
 
 import asyncio
+import hashlib
 import os
 import sqlite3
 import subprocess
@@ -12,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from turnmill.backends.embedded import open_root_records, open_run
-from turnmill.errors import NotFound
+from turnmill.errors import DataError, NotFound
 from turnmill.pipeline.engine import RunRecord
-from turnmill.records import Metric, Run, RunKind, RunStatus
-from turnmill.wiring.reading import as_seen, began, follow, list_runs, look_at_run, look_at_runs
+from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
+from turnmill.wiring.reading import as_seen, began, follow, list_runs, look_at_run, look_at_runs, read_validated
 
 LINUX_ONLY = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
@@ -127,3 +128,18 @@ async def test_following_an_unknown_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         async for _ in follow(tmp_path, "none"):
             pass
+
+
+def test_no_file_is_played_or_trained_on_that_changed_after_it_was_validated(tmp_path: Path) -> None:
+    """Both sides of an evaluation are of the same tasks, and the file may be anybody's."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "a", "metadata": {"prompt": "go"}}\n')
+    report = {"path": str(path), "rows": 1, "digest": hashlib.sha256(path.read_bytes()).hexdigest()}
+    stage = StageRecord(name="ValidateData", state="done", started_at=1.0, result={"eval_data": report})
+    run = active(stages=(stage,))
+    assert [task.id for task in read_validated(run, path)] == ["a"]
+    path.write_text('{"id": "b", "metadata": {"prompt": "go"}}\n')
+    with pytest.raises(DataError, match="changed after it was validated"):
+        read_validated(run, path)
+    with pytest.raises(DataError, match="changed after it was validated"):
+        read_validated(active(), path)

@@ -87,6 +87,13 @@ def test_a_file_that_was_never_found_valid_may_have_been_corrected(tmp_path: Pat
     check_run(run(data_path=str(data), stages=(failed,)), None)
 
 
+@pytest.mark.parametrize("status", [RunStatus.QUEUED, RunStatus.FAILED])
+def test_an_upload_with_wrong_parameters_never_goes_on_with_others(status: RunStatus) -> None:
+    """What its record has are those of the deployment, without its sidecar."""
+    with pytest.raises(InvalidInput, match=r"r1 had wrong parameters and can't go on: lr = 5 is too much"):
+        check_run(run(status=status, refused="lr = 5 is too much", stages=()), None)
+
+
 async def test_figures_of_steps_that_were_given_up_are_not_shown(tmp_path: Path) -> None:
     ports = open_run(tmp_path, "r1", num_replicas=0)
     for step in (1, 2, 3):

@@ -16,6 +16,7 @@ import shutil
 import signal
 import stat
 import time
+import unicodedata
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ SUFFIX = ".jsonl"
 SIDECAR_SUFFIX = ".config.toml"
 # Held-out tasks of the upload beside them.
 HELD_OUT_SUFFIX = ".eval.jsonl"
+# What comes with an upload, placed before it.
+BESIDE_SUFFIXES = (SIDECAR_SUFFIX, HELD_OUT_SUFFIX)
 # Where tasks lie within the bucket.
 TRAINING_DATA = "training-data"
 # How long nothing may have changed.
@@ -42,6 +45,8 @@ SETTLE_S = 0.5
 LOOK_S = 10.0
 # Without events, because the system gives no more watches.
 POLL_S = 1.0
+# How long held-out tasks may lie there without their data before somebody is told.
+ALONE_S = 60.0
 # Endings of what editors, browsers and copying programs leave while they work.
 _TEMPORARY = ("~", ".tmp", ".temp", ".swp", ".swx", ".swo", ".bak", ".part", ".partial", ".crdownload", ".filepart")
 _VIM_PROBE = "4913"
@@ -62,10 +67,11 @@ class _Seen:
 class FolderBucket:
     """`folder` is the bucket; only what lies below its `training-data/` is looked at."""
 
-    def __init__(self, folder: Path, *, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, folder: Path, *, settle_s: float = SETTLE_S, alone_s: float = ALONE_S) -> None:
         self.name = folder.name
         self.folder = folder.absolute() / TRAINING_DATA
         self._settle_s = settle_s
+        self._alone_s = alone_s
         self._seen: dict[str, _Seen] = {}
         self._unreadable: dict[str, OSError] = {}
 
@@ -116,18 +122,25 @@ class FolderBucket:
             seen[key] = known
             if known.is_told:
                 continue
-            if not self._is_finished(path, status, known):
-                is_waiting = True
+            ignored, wait_s = _why_ignored(key, status), self._settle_s
+            if key.endswith(BESIDE_SUFFIXES) and (ignored := _why_misnamed(key)) is None:
+                ignored, wait_s = _why_alone(path), self._alone_s
+                if ignored is None:
+                    continue
+            if not _is_finished(path, status, known, wait_s):
+                is_waiting = is_waiting or wait_s == self._settle_s
                 continue
             known.is_told = True
             finished.append(
                 Upload(
                     bucket=self.name,
-                    # A name that is no text is told in the form in which it can be shown.
-                    key=os.fsencode(key).decode("utf-8", "backslashreplace"),
+                    # A name that is no text, or more than a line of it, is told in a form that can be shown.
+                    key=printable(os.fsencode(key).decode("utf-8", "backslashreplace"), limit=_MOST_KEY_BYTES)
+                    if ignored
+                    else key,
                     version=version,
                     num_bytes=status.st_size,
-                    ignored=_why_ignored(key, status),
+                    ignored=ignored,
                 )
             )
         for name in unreadable.keys() - self._unreadable.keys():
@@ -139,14 +152,6 @@ class FolderBucket:
         """Tell it again: what it was meant for could not be done."""
         self._seen.pop(upload.key, None)
 
-    def _is_finished(self, path: Path, status: os.stat_result, seen: _Seen) -> bool:
-        quiet_s = time.monotonic() - seen.since
-        # It lay there before: what was written long ago need not be watched first. Not with a date in the future.
-        age_s = time.time() - max(status.st_mtime, status.st_ctime)
-        if max(quiet_s, age_s) < self._settle_s:
-            return False
-        return not (stat.S_ISREG(status.st_mode) and _is_being_written(path))
-
     # ------------------------------------------------------------ reading and writing
 
     def sidecar_of(self, upload: Upload) -> Path | None:
@@ -154,9 +159,9 @@ class FolderBucket:
         return self._beside(upload, SIDECAR_SUFFIX)
 
     def _beside(self, upload: Upload, suffix: str) -> Path | None:
-        path = self.folder / (upload.key.removesuffix(SUFFIX) + suffix)
-        # Not `path.is_file()`: that raises an error where the suffix makes the name too long.
-        return path if os.path.isfile(path) else None
+        path = beside(self.folder / upload.key, suffix)
+        # Whatever it is: a folder, or a link to nothing, is refused by whoever reads it, and not passed over.
+        return path if path is not None and os.path.lexists(path) else None
 
     def paths_of(self, key: str, cause: str) -> list[Path]:
         """What lies beside an upload for it alone, then the file, as long as that is the one that was the cause."""
@@ -167,8 +172,8 @@ class FolderBucket:
             return []
         if f"{self.name}/{key}@{version}" != cause:
             return []
-        beside = [self.folder / (key.removesuffix(SUFFIX) + suffix) for suffix in (SIDECAR_SUFFIX, HELD_OUT_SUFFIX)]
-        return [*filter(os.path.isfile, beside), path]
+        found = (beside(path, suffix) for suffix in BESIDE_SUFFIXES)
+        return [*(one for one in found if one is not None and os.path.isfile(one)), path]
 
     def fetch(self, upload: Upload, target: Path) -> None:
         """Copy the uploaded content; raises `NotFound` or `Conflict` where it is gone or is another one by now."""
@@ -249,6 +254,8 @@ def _check_key(key: str, suffixes: tuple[str, ...]) -> None:
         raise InvalidInput(f"{key!r} can't be the name of an upload: use NAME{SUFFIX} or FOLDER/NAME{SUFFIX}")
     if not _is_text(key):
         raise InvalidInput(f"{key!a} can't be the name of an upload: it is no valid UTF-8; give it another one")
+    if not _is_one_line(key):
+        raise InvalidInput(f"{key!a} can't be the name of an upload: it has line breaks or other control characters")
     if len(os.fsencode(key)) > _MOST_KEY_BYTES or any(
         len(os.fsencode(part)) > _MOST_NAME_BYTES for part in key.split("/")
     ):
@@ -280,7 +287,7 @@ def _files(folder: Path, unreadable: dict[str, OSError]) -> Iterator[tuple[str, 
         folders[:] = sorted(name for name in folders if not _is_temporary(name))
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for name in sorted([*names, *links]):
-            if _is_temporary(name) or name.endswith((SIDECAR_SUFFIX, HELD_OUT_SUFFIX)):
+            if _is_temporary(name):
                 continue
             path = Path(parent, name)
             try:
@@ -289,6 +296,15 @@ def _files(folder: Path, unreadable: dict[str, OSError]) -> Iterator[tuple[str, 
                 note(error)
             else:
                 yield path.relative_to(folder).as_posix(), path, status
+
+
+def _is_finished(path: Path, status: os.stat_result, seen: _Seen, wait_s: float) -> bool:
+    quiet_s = time.monotonic() - seen.since
+    # It lay there before: what was written long ago need not be watched first. Not with a date in the future.
+    age_s = time.time() - max(status.st_mtime, status.st_ctime)
+    if max(quiet_s, age_s) < wait_s:
+        return False
+    return not (stat.S_ISREG(status.st_mode) and _is_being_written(path))
 
 
 def _is_temporary(name: str) -> bool:
@@ -304,14 +320,43 @@ def _why_ignored(key: str, status: os.stat_result) -> str | None:
         return "it is no regular file"
     if not _is_text(key):
         return "its name is no valid UTF-8"
+    if not _is_one_line(key):
+        return "its name has line breaks or other control characters"
     if not key.endswith(SUFFIX):
         return f"only {SUFFIX} files are trained on; parameters for one go into NAME{SIDECAR_SUFFIX}"
     return None
 
 
+def _why_misnamed(key: str) -> str | None:
+    """Of a file that lies beside uploads: None where an upload could find it."""
+    for suffix in BESIDE_SUFFIXES:
+        data = key.removesuffix(suffix)
+        if data != key and data.endswith(SUFFIX):
+            return f"what comes with {data} is found as {data.removesuffix(SUFFIX)}{suffix}"
+    return None
+
+
+def _why_alone(path: Path) -> str | None:
+    """Of held-out tasks without data, which somebody may want to be trained on."""
+    data = path.name.removesuffix(HELD_OUT_SUFFIX) + SUFFIX
+    if not path.name.endswith(HELD_OUT_SUFFIX) or os.path.lexists(path.with_name(data)):
+        return None
+    return f"it is taken for the held-out tasks of {data}, which is not there; to train on it, rename it"
+
+
+def _is_one_line(key: str) -> bool:
+    return not any(unicodedata.category(char) in ("Cc", "Zl", "Zp") for char in key)
+
+
 def _is_text(key: str) -> bool:
     """Whether the bytes of the name are UTF-8."""
     return key.isascii() or os.fsencode(key).decode("utf-8", "replace") == key
+
+
+def beside(path: Path, suffix: str) -> Path | None:
+    """The file of this suffix that comes with an upload; None where no file can have so long a name."""
+    name = path.name.removesuffix(SUFFIX) + suffix
+    return None if len(os.fsencode(name)) > _MOST_NAME_BYTES else path.with_name(name)
 
 
 def version_of(status: os.stat_result) -> str:

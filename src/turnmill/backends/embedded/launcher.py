@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from turnmill.backends.embedded.files import disk
 from turnmill.backends.embedded.locks import lock_path, take_lock
@@ -36,13 +37,36 @@ _LONGEST_PAUSE_S = 5.0
 _DEFAULT_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+class _Child(subprocess.Popen[bytes]):
+    """A child that only the thread that waits for it reaps.
+
+    `Popen.send_signal` looks whether the child has ended, and reaps it if so: in the moment in which a child ends by
+    itself that would take its end away from its thread, and whoever waits for the role would wait for ever.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._reaping = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def send_signal(self, sig: int) -> None:
+        """To the child alone: nothing once it has been reaped, since its pid may be another's then."""
+        with self._reaping:
+            if self.returncode is None:
+                os.kill(self.pid, sig)
+
+    def reap(self) -> int:
+        """The exit code of a child that has ended."""
+        with self._reaping:
+            return self.wait()
+
+
 @dataclass(kw_only=True, eq=False)
 class _Role:
     """A started role; changed only on the event loop."""
 
     spec: RoleSpec
     log: Path
-    process: subprocess.Popen[bytes]
+    process: _Child
     # Resolved with the exit code of `process` once it is gone, with all of its session.
     ended: asyncio.Future[int]
     state: str = "running"
@@ -126,11 +150,11 @@ class ProcessLauncher:
         first = not role.stopping.is_set()
         role.stopping.set()
         if first and not role.ended.done():
-            _signal(role.process, signal.SIGTERM)
+            role.process.send_signal(signal.SIGTERM)
             await asyncio.wait([role.ended], timeout=self._stop_s)
             if not role.ended.done():
                 logger.warning("%s did not end within %g s of SIGTERM and is killed", name, self._stop_s)
-                _signal(role.process, signal.SIGKILL)
+                role.process.send_signal(signal.SIGKILL)
         await asyncio.shield(role.watcher)
 
     async def close(self) -> None:
@@ -190,7 +214,7 @@ class ProcessLauncher:
             # A figure is not worth a role.
             logger.warning("the restart of %s is not counted: %s", role.spec.name, error)
 
-    async def _spawn(self, spec: RoleSpec, log: Path) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
+    async def _spawn(self, spec: RoleSpec, log: Path) -> tuple[_Child, asyncio.Future[int]]:
         lock = await take_lock(lock_path(self._root, spec.run_id, spec.name), self._patience_s)
         try:
             known = self._roles.get(spec.name)
@@ -202,15 +226,13 @@ class ProcessLauncher:
         finally:
             os.close(lock)
 
-    def _spawn_locked(
-        self, spec: RoleSpec, log: Path, lock: int
-    ) -> tuple[subprocess.Popen[bytes], asyncio.Future[int]]:
+    def _spawn_locked(self, spec: RoleSpec, log: Path, lock: int) -> tuple[_Child, asyncio.Future[int]]:
         arguments = ["role", spec.role, "--root", str(self._root), "--run", spec.run_id, "--name", spec.name]
         with disk(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             file = log.open("ab")
         try:
-            process = subprocess.Popen(
+            process = _Child(
                 [*self._command, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=file,
@@ -231,14 +253,19 @@ class ProcessLauncher:
         return process, ended
 
 
-def _await_end(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:
+def _await_end(process: _Child, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:
     """In a thread: wait for the child, end what it left in its session, then let its pid go."""
     # Not reaped yet, the child keeps its pid, so that the group that bears its number is still its own.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    # PermissionError: macOS says so of a group in which only the dead child is left.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    exit_code = process.wait()
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        # Whoever started us ignores SIGCHLD: the system reaps at once, and nobody learns how the child ended.
+        logger.warning("how process %d ended is unknown: SIGCHLD is ignored here", process.pid)
+    else:
+        # PermissionError: macOS says so of a group in which only the dead child is left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    exit_code = process.reap()
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -252,11 +279,6 @@ def _await_end(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop
 def _resolve(ended: asyncio.Future[int], exit_code: int) -> None:
     if not ended.done():
         ended.set_result(exit_code)
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the child alone: `Popen` sends nothing once it has been reaped."""
-    process.send_signal(number)
 
 
 def log_tail(log: Path) -> tuple[str, ...]:

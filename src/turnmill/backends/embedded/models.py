@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 
 from turnmill import failpoints
 from turnmill.backends.embedded.files import aside_in, disk, remove_abandoned, sync, write_atomically
-from turnmill.errors import RecordCorrupt, VersionConflict
+from turnmill.errors import Cancelled, RecordCorrupt, VersionConflict
 from turnmill.ports import StoredModel
 from turnmill.records import ModelFile, PublishedModel, Version, decode, encode
 
@@ -27,19 +28,27 @@ class FolderModelStore:
 
     async def publish(self, model: PublishedModel, source: Path, documents: Mapping[str, bytes]) -> StoredModel:
         """See `ports.ModelStore.publish`."""
-        return await asyncio.to_thread(self._publish, model, source, documents)
+        is_given_up = threading.Event()
+        try:
+            return await asyncio.to_thread(self._publish, model, source, documents, is_given_up)
+        except asyncio.CancelledError:
+            # Of a run that was cancelled no thread publishes anything later.
+            is_given_up.set()
+            raise
 
     async def find(self, run_id: str, version: Version) -> StoredModel | None:
         """See `ports.ModelStore.find`."""
         return await asyncio.to_thread(self._read, self._folder / run_id / str(version))
 
-    def _publish(self, model: PublishedModel, source: Path, documents: Mapping[str, bytes]) -> StoredModel:
+    def _publish(
+        self, model: PublishedModel, source: Path, documents: Mapping[str, bytes], is_given_up: threading.Event
+    ) -> StoredModel:
         target = self._folder / model.name
         with disk(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(target.parent)
             if not target.exists():
-                _copy(model, source, documents, target)
+                _copy(model, source, documents, target, is_given_up)
         stored = self._read(target)
         if stored is None or stored.model.digest != model.digest:
             found = stored.model.digest if stored else "nothing"
@@ -58,10 +67,23 @@ class FolderModelStore:
             raise RecordCorrupt(f"{path} does not describe a model: {error}") from error
 
 
-def _copy(model: PublishedModel, source: Path, documents: Mapping[str, bytes], target: Path) -> None:
+def _copy(
+    model: PublishedModel,
+    source: Path,
+    documents: Mapping[str, bytes],
+    target: Path,
+    is_given_up: threading.Event,
+) -> None:
     aside = aside_in(target.parent)
+
+    def copy_file(old: str, new: str) -> None:
+        _check_wanted(is_given_up)
+        # Here, and not around all: `copytree` makes one error of many, which no longer says that the disk is full.
+        with disk(Path(new)):
+            shutil.copyfile(old, new)
+
     try:
-        shutil.copytree(source, aside)
+        shutil.copytree(source, aside, copy_function=copy_file)
         for name, content in documents.items():
             (aside / name).write_bytes(content)
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -69,6 +91,7 @@ def _copy(model: PublishedModel, source: Path, documents: Mapping[str, bytes], t
         for path in aside.rglob("*"):
             sync(path)
         write_atomically(aside / MANIFEST, encode(replace(model, files=files)))
+        _check_wanted(is_given_up)
         failpoints.hit("model-copied")
         try:
             os.rename(aside, target)
@@ -79,6 +102,11 @@ def _copy(model: PublishedModel, source: Path, documents: Mapping[str, bytes], t
         sync(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_wanted(is_given_up: threading.Event) -> None:
+    if is_given_up.is_set():
+        raise Cancelled("nobody waits for the model any more")
 
 
 def _describe(path: Path) -> ModelFile:
