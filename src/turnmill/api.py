@@ -8,8 +8,8 @@ from rich.console import Console
 
 from turnmill.cli.queues import queues_table
 from turnmill.cli.show import DEFAULT_ROOT, choose_run
-from turnmill.wiring.queues import QueueStatus, only_active, read_queues
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.queues import QueueStatus, only_active, read_queues
+from turnmill.wiring.reading.runs import look_at_runs
 
 __all__ = ["QueueStatus", "check_all_queues"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from tests.e2e.processes import Running, start_run, wait_for
 from tests.faults.disk import fill, small_disk
 from turnmill.records import Alert, AlertKind
-from turnmill.wiring.alarms import look_at_alerts
+from turnmill.wiring.watching.alarms import look_at_alerts
 
 # Deadlines of seconds, in their order: call < rollout < watchdog < stage.
 WATCHDOG_S = 10.0

@@ -20,7 +20,7 @@ from turnmill.intake.claims import Claim, claim
 from turnmill.intake.trigger import Intake
 from turnmill.ports import Message
 from turnmill.records import Run, RunStatus, decode, run_key
-from turnmill.wiring.foreground import removing, using
+from turnmill.wiring.running.foreground import removing, using
 
 DATA = assets.wordle_data("train")
 

@@ -15,7 +15,7 @@ from turnmill.training.collector import load_calls
 from turnmill.training.samples import TrainingSample, rows_of
 from turnmill.training.trainer import Trainer
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import read_metrics
+from turnmill.wiring.reading.runs import read_metrics
 
 
 def check_accounting(root: Path, figures: dict[str, Any]) -> None:

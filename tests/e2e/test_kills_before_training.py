@@ -8,7 +8,7 @@ from tests.e2e.accounts import check_accounting
 from tests.e2e.processes import is_alive, start_resume, start_run, wait_for
 from turnmill.pipeline.stages import STAGES
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import list_runs, look_at_run
+from turnmill.wiring.reading.runs import list_runs, look_at_run
 
 
 @pytest.mark.parametrize(("point", "stage"), [("preflight-started", "Preflight"), ("infra-deployed", "DeployRunInfra")])

@@ -15,7 +15,7 @@ from turnmill.backends.embedded import open_run
 from turnmill.records import DropReason, Purpose, Run, RunStatus, SampleRecord, SampleState, decode, sample_prefix
 from turnmill.training.history import scan_all
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.runs import look_at_runs
 
 
 def status_of(root: Path, run_id: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import Running, is_alive, read_records, start_resume, start_run, wait_for
 from turnmill.records import DropReason
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import read_metrics
+from turnmill.wiring.reading.runs import read_metrics
 
 
 def run_id_of(running: Running) -> str:

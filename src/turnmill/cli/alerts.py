@@ -11,8 +11,8 @@ from turnmill.cli.show import find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, say
 from turnmill.errors import InvalidInput, NotFound
 from turnmill.records import Alert, AlertKind
-from turnmill.wiring.alarms import look_at_alerts, open_alarms
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.watching.alarms import look_at_alerts, open_alarms
 
 KINDS = [str(kind) for kind in AlertKind]
 

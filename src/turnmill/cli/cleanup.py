@@ -15,9 +15,9 @@ from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.show import json_option, root_option
 from turnmill.cli.view import PlainConsole, say
 from turnmill.errors import Cancelled, InvalidInput
-from turnmill.wiring.cleanup import Remains, clean_up
-from turnmill.wiring.cleanup_plan import Item, Plan, plan_for_all, plan_for_run
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.running.cleanup import Remains, clean_up
+from turnmill.wiring.running.cleanup_plan import Item, Plan, plan_for_all, plan_for_run
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 

@@ -19,9 +19,9 @@ from turnmill.cli.view import PlainConsole, say
 from turnmill.config.deployment import load_limits
 from turnmill.errors import InvalidInput
 from turnmill.records import RunKind
-from turnmill.wiring.control import resolve
-from turnmill.wiring.costs import RunCost, cost_of, costs_of_all, forecast_of
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading.costs import RunCost, cost_of, costs_of_all, forecast_of
+from turnmill.wiring.running.control import resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,7 +7,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from turnmill.cli import render
-from turnmill.wiring.costs import RunCost
+from turnmill.wiring.reading.costs import RunCost
 
 
 def forecast_lines(found: Mapping[str, Any] | None) -> list[str]:

@@ -17,10 +17,10 @@ from turnmill.cli.errors import SuggestingGroup
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
 from turnmill.errors import InvalidInput, NotFound, TurnmillError, printable
-from turnmill.wiring.dead_letters import Letter, LetterKind, choose_letter, look_at_letters
-from turnmill.wiring.dead_letters import purge as purge_letter
-from turnmill.wiring.dead_letters import redrive as redrive_letter
 from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading.dead_letters import Letter, LetterKind, choose_letter, look_at_letters
+from turnmill.wiring.reading.dead_letters import purge as purge_letter
+from turnmill.wiring.reading.dead_letters import redrive as redrive_letter
 
 F = TypeVar("F", bound=Callable[..., Any])
 

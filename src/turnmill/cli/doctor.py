@@ -17,9 +17,9 @@ from turnmill.health.diagnosis import examine
 from turnmill.health.report import Diagnosis, Report, Verdict
 from turnmill.health.snapshot import Snapshot
 from turnmill.records import RunStatus
-from turnmill.wiring.examining import examine_anew
-from turnmill.wiring.queues import only_active
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.queues import only_active
+from turnmill.wiring.reading.runs import look_at_runs
+from turnmill.wiring.watching.examining import examine_anew
 
 _STYLES = {Verdict.STALLED: "bold red", Verdict.FAULTY: "bold red", Verdict.ENDED_BADLY: "bold red"}
 

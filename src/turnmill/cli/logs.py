@@ -19,8 +19,8 @@ from turnmill.cli.view import PlainConsole
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.stages import stages_of
 from turnmill.records import Run, RunKind
-from turnmill.wiring.logs import LogRecord, MergedLogs, matches, roles_of
-from turnmill.wiring.reading import look_at_run, look_at_runs
+from turnmill.wiring.reading.logs import LogRecord, MergedLogs, matches, roles_of
+from turnmill.wiring.reading.runs import look_at_run, look_at_runs
 
 INTERVAL_S = 0.3
 _STDOUT = 1

@@ -14,7 +14,7 @@ from turnmill.cli.view import progress, say
 from turnmill.errors import TurnmillError
 from turnmill.records import Run, RunStatus
 from turnmill.wiring.deployment import News
-from turnmill.wiring.reading import look_at_run, look_at_steps
+from turnmill.wiring.reading.runs import look_at_run, look_at_steps
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from turnmill.cli import render
 from turnmill.cli.show import choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole
 from turnmill.records import Run
-from turnmill.wiring.queues import QueueStatus, only_active, read_queues, with_rates
-from turnmill.wiring.reading import look_at_run, look_at_runs
+from turnmill.wiring.reading.queues import QueueStatus, only_active, read_queues, with_rates
+from turnmill.wiring.reading.runs import look_at_run, look_at_runs
 
 # Between the two readings that give the rates, and between those of --watch.
 INTERVAL_S, WATCH_INTERVAL_S = 1.0, 2.0

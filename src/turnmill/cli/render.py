@@ -12,10 +12,10 @@ from rich.text import Text
 
 from turnmill.cli.options import TRAINING
 from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity
-from turnmill.wiring.figures import max_steps_of as max_steps_of
-from turnmill.wiring.figures import rewards as rewards
-from turnmill.wiring.figures import stage_s
-from turnmill.wiring.figures import summary as summary
+from turnmill.wiring.reading.figures import max_steps_of as max_steps_of
+from turnmill.wiring.reading.figures import rewards as rewards
+from turnmill.wiring.reading.figures import stage_s
+from turnmill.wiring.reading.figures import summary as summary
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "cyan", "done": "green", "failed": "red"}
@@ -105,6 +105,8 @@ def stages_text(run: Run) -> Text:
         text.append(stage.name, style=STYLES.get(stage.state, ""))
         if (seconds := stage_s(run, stage)) is not None:
             text.append(f" {duration(seconds)}", style="dim")
+        if stage.state == "running" and stage.detail:
+            text.append(f" ({stage.detail})", style="dim")
     return text
 
 

@@ -9,9 +9,9 @@ from turnmill.cli.options import CommandWithParameters, collect_flags, config_op
 from turnmill.cli.run import figures_option, in_foreground
 from turnmill.cli.show import at_root, find_run, root_option
 from turnmill.errors import Conflict, InvalidInput
-from turnmill.wiring.control import execute
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.retrying import Retry, claim, plan, queue
+from turnmill.wiring.running.control import execute
+from turnmill.wiring.running.retrying import Retry, claim, plan, queue
 
 
 @click.command(cls=CommandWithParameters, short_help="Do a run that came to nothing once more.")

@@ -27,12 +27,12 @@ from turnmill.config.deployment import load_deployment
 from turnmill.errors import Duplicate, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import closing_log, configure_logging
-from turnmill.wiring.control import Order, check_order, execute, resolve
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.foreground import using
 from turnmill.wiring.mirroring import mirrored
-from turnmill.wiring.reading import read_baseline
-from turnmill.wiring.resume import resume as resume_run
+from turnmill.wiring.reading.runs import read_baseline
+from turnmill.wiring.running.control import Order, check_order, execute, resolve
+from turnmill.wiring.running.foreground import using
+from turnmill.wiring.running.resume import resume as resume_run
 from turnmill.wiring.serving import find_model
 from turnmill.wiring.variables import log_format
 

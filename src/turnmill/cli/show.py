@@ -17,9 +17,9 @@ from turnmill.cli.next_steps import next_step
 from turnmill.cli.view import PlainConsole, command, print_steps, say, show
 from turnmill.errors import NotFound
 from turnmill.records import Metric, Run
-from turnmill.wiring.costs import cost_of
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import list_runs, listed_steps, read_baseline, read_metrics
+from turnmill.wiring.reading.costs import cost_of
+from turnmill.wiring.reading.runs import list_runs, listed_steps, read_baseline, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_ROOT = Path(".turnmill")

@@ -17,10 +17,10 @@ from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, c
 from turnmill.cli.run import control_log, data_file, on_signals
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
-from turnmill.wiring.cancelling import cancel as cancel_run
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.mirroring import mirrored
+from turnmill.wiring.running.cancelling import cancel as cancel_run
 from turnmill.wiring.variables import log_format
 
 

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from turnmill.cli import render
 from turnmill.records import Metric, Run
-from turnmill.wiring.reading import follow
+from turnmill.wiring.reading.runs import follow
 
 # Without a terminal, about so many steps of a run get a line.
 NUM_LINES = 10
 # What these say as a warning (a process started again, a slow stage) is worth interrupting the view for.
 TELLING = (
     "turnmill.pipeline",
-    "turnmill.wiring.monitor",
+    "turnmill.wiring.watching.monitor",
     "turnmill.backends.embedded.launcher",
     "turnmill.backends.embedded.bucket",
 )

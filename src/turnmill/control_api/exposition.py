@@ -21,8 +21,8 @@ from turnmill.control_api.run_figures import RunFigures, RunView
 from turnmill.control_api.sparing import Sparing
 from turnmill.errors import TurnmillError
 from turnmill.records import AlertKind, Cause, Run, RunStatus, Severity, cause_prefix, decode
-from turnmill.wiring.alarms import look_at_alerts
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.runs import look_at_runs
+from turnmill.wiring.watching.alarms import look_at_alerts
 
 logger = logging.getLogger(__name__)
 

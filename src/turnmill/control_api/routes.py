@@ -21,11 +21,11 @@ from turnmill.control_api.errors import problem
 from turnmill.control_api.exposition import CONTENT_TYPE, Exposition
 from turnmill.errors import Conflict, InvalidInput, NotFound, printable
 from turnmill.records import Run, RunStatus, encode
-from turnmill.wiring.alarms import look_at_alerts
-from turnmill.wiring.cancelling import ask
-from turnmill.wiring.figures import summary
-from turnmill.wiring.queues import read_queues
-from turnmill.wiring.reading import listed_steps, look_at_run, look_at_runs, look_at_steps
+from turnmill.wiring.reading.figures import summary
+from turnmill.wiring.reading.queues import read_queues
+from turnmill.wiring.reading.runs import listed_steps, look_at_run, look_at_runs, look_at_steps
+from turnmill.wiring.running.cancelling import ask
+from turnmill.wiring.watching.alarms import look_at_alerts
 
 # Of a list, newest first, without and with a wish.
 _USUAL_LIMIT, _MOST = 50, 500

@@ -11,9 +11,9 @@ from prometheus_client.core import Metric as Family
 from turnmill.backends.embedded import look_at_restarts, look_at_samples
 from turnmill.control_api.sparing import Sparing
 from turnmill.records import Metric, Purpose, Run, RunStatus, SampleState
-from turnmill.wiring.figures import max_steps_of
-from turnmill.wiring.queues import QueueStatus, read_queues
-from turnmill.wiring.reading import SeenSteps
+from turnmill.wiring.reading.figures import max_steps_of
+from turnmill.wiring.reading.queues import QueueStatus, read_queues
+from turnmill.wiring.reading.runs import SeenSteps
 
 # Counting the samples reads all of them; see `Sparing`.
 _SAMPLES_FRESH_S, _SAMPLES_SHARE = 1.0, 0.01

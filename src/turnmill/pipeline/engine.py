@@ -29,6 +29,10 @@ from turnmill.telemetry import log_as_stage
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_INTERVAL_S = 0.2
+# Seconds between two notes of what goes on in a stage.
+_TELL_S = 1.0
+# In the history of a stage, the last ones: a store that is shaky for hours must not fill the record.
+_MOST_RETRIES = 50
 # Failpoints of each stage, `<stage>-<point>`, in order.
 POINTS = ("entered", "started", "handed", "finished", "done")
 
@@ -136,6 +140,7 @@ class _StageWalk:
         self._stage = stage
         self._record = record
         self._cancel = cancel
+        self._told_at = -_TELL_S
         self._entry = StageRecord(name=stage.name, state="running", started_at=time.time(), attempt=record.run.attempt)
 
     async def walk(self) -> None:
@@ -163,7 +168,7 @@ class _StageWalk:
             await self._fail(error)
             raise
         self._log(logging.INFO, "is done after %.1f s", time.time() - self._entry.started_at)
-        await self._note(state="done", ended_at=time.time(), result=done.result)
+        await self._note(state="done", ended_at=time.time(), result=done.result, detail="")
         self._hit("done")
 
     def _hit(self, point: str) -> None:
@@ -195,7 +200,7 @@ class _StageWalk:
         self._log(logging.WARNING, "failed and tries again in %.1f s: %s", state.upcoming_sleep, error)
         retry = StageRetry(at=time.time(), error=text_of(error), error_class=classify(error))
         try:
-            await self._note(retries=(*self._entry.retries, retry))
+            await self._note(retries=(*self._entry.retries, retry)[-_MOST_RETRIES:])
         except BackendUnavailable as unavailable:
             # What failed may be the records themselves; the log has it, and the next note tells both.
             self._log(logging.WARNING, "can't record that it tries again: %s", unavailable)
@@ -208,7 +213,20 @@ class _StageWalk:
             outcome = await self._tried(partial(self._stage.poll, self._ctx, self._entry.handle))
             if isinstance(outcome, Done):
                 return outcome
+            await self._tell(outcome.detail)
             await _pause(self._cancel, POLL_INTERVAL_S)
+
+    async def _tell(self, detail: str) -> None:
+        """Keep what goes on for those who look, at most once a second."""
+        now = time.monotonic()
+        if detail == self._entry.detail or now - self._told_at < _TELL_S:
+            return
+        self._told_at = now
+        try:
+            await self._note(detail=detail)
+        except BackendUnavailable as error:
+            # Nothing depends on it; the next one may be kept.
+            self._log(logging.WARNING, "can't record that %s: %s", detail, error)
 
     async def _fail(self, error: Exception) -> None:
         """Said in the log before the history says that the stage ended: `turnmill logs --stage` shows it."""

@@ -28,6 +28,8 @@ class StageRecord:
     ended_at: float | None = None
     handle: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
+    # What goes on, for people; at most a second old. Empty once it is done.
+    detail: str = ""
     error: str | None = None
     error_class: ErrorClass | None = None
     # Tries that failed before the ones that count.

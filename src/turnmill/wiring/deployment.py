@@ -31,14 +31,14 @@ from turnmill.pipeline.stages import FIRST_STAGE
 from turnmill.ports import Write
 from turnmill.records import QUEUED_PREFIX, Alert, Run, RunStatus, Upload
 from turnmill.telemetry import also_logged, log_as_run
-from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
-from turnmill.wiring.cancelling import heed
-from turnmill.wiring.checks import checks_of_deployment
-from turnmill.wiring.control import begin, new_run_id, resolve, with_absolute_model
-from turnmill.wiring.monitor import Monitor, monitored
-from turnmill.wiring.reading import as_seen, list_runs
-from turnmill.wiring.resume import resume
+from turnmill.wiring.reading.runs import as_seen, list_runs
+from turnmill.wiring.running.cancelling import heed
+from turnmill.wiring.running.control import begin, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.running.resume import resume
 from turnmill.wiring.variables import log_format
+from turnmill.wiring.watching.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
+from turnmill.wiring.watching.checks import checks_of_deployment
+from turnmill.wiring.watching.monitor import Monitor, monitored
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from turnmill.backends.mlflow import MlflowRuns
 from turnmill.config.deployment import MlflowStore, load_deployment
 from turnmill.records import Metric, Run, RunStatus
 from turnmill.telemetry import configure_logging
-from turnmill.wiring.reading import SeenSteps, look_at_runs
+from turnmill.wiring.reading.runs import SeenSteps, look_at_runs
 from turnmill.wiring.variables import log_format
 
 logger = logging.getLogger(__name__)

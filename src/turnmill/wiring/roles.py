@@ -24,7 +24,7 @@ from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
-from turnmill.wiring.reading import read_validated
+from turnmill.wiring.reading.runs import read_validated
 
 logger = logging.getLogger(__name__)
 ROLES = ("worker", "replica", "trainer", "preflight")
@@ -98,7 +98,7 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
 
 async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
     """Has the run's blobs and nothing else."""
-    from turnmill.wiring.preflight import run_preflight
+    from turnmill.wiring.running.preflight import run_preflight
 
     ports = open_run(root, run_id, num_replicas=0)
     try:

@@ -18,8 +18,8 @@ from turnmill.config import Config, from_dict
 from turnmill.conversation.serving import listening
 from turnmill.errors import InvalidInput, NotFound
 from turnmill.records import Run
-from turnmill.wiring.control import resolve
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.runs import look_at_runs
+from turnmill.wiring.running.control import resolve
 
 if TYPE_CHECKING:
     from turnmill.generation.engine import StreamingEngine

@@ -26,8 +26,8 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import Write
 from turnmill.records import Run, RunKind, RunStatus, StageRecord, encode
 from turnmill.telemetry import configure_logging
-from turnmill.wiring.logs import LogRecord, MergedLogs, Tail, matches
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading.logs import LogRecord, MergedLogs, Tail, matches
+from turnmill.wiring.reading.runs import began
 from turnmill.wiring.variables import log_format
 
 # 2026-01-02 03:04:05 of this machine's time zone.

@@ -26,8 +26,8 @@ from turnmill.errors import BackendUnavailable, InvalidInput, NotFound, RecordCo
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import Message, RunPorts
 from turnmill.records import Run, RunStatus
-from turnmill.wiring.queues import QueueStatus, Reading, read_queues, with_rates
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading.queues import QueueStatus, Reading, read_queues, with_rates
+from turnmill.wiring.reading.runs import began
 
 NAMES = ["rollout_request", "rollout_response", "generate_request", "generate_response"]
 # Writes to a queue of the run until it is killed.

@@ -15,7 +15,7 @@ from turnmill.config import Config, to_dict
 from turnmill.intake.claims import claim, content_id, digest_of_weights
 from turnmill.ports import Write
 from turnmill.records import Run, RunStatus, encode
-from turnmill.wiring.reading import look_at_run
+from turnmill.wiring.reading.runs import look_at_run
 
 
 def test_a_run_whose_content_was_trained_since_is_a_duplicate_and_no_failure(tmp_path: Path) -> None:

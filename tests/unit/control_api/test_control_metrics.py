@@ -19,7 +19,7 @@ from turnmill.control_api.exposition import MOST_OPEN, NUM_ENDED, Exposition
 from turnmill.control_api.sparing import Sparing
 from turnmill.ports import Message, Write
 from turnmill.records import Alert, AlertKind, Cause, Purpose, RunStatus, SampleState, Severity, encode
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading.runs import began
 
 LIVING: dict[str, Any] = {"pid": os.getpid(), "pid_began": began(os.getpid())}
 

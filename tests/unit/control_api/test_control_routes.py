@@ -19,8 +19,8 @@ from turnmill.errors import Conflict
 from turnmill.ports import Message, Write
 from turnmill.records import Alert, AlertKind, RunStatus, SampleState, Severity, cancel_key, encode
 from turnmill.wiring.deployment import Deployment, Layers, News
-from turnmill.wiring.figures import summary
-from turnmill.wiring.reading import began, look_at_run, look_at_steps
+from turnmill.wiring.reading.figures import summary
+from turnmill.wiring.reading.runs import began, look_at_run, look_at_steps
 
 LIVING: dict[str, Any] = {"pid": os.getpid(), "pid_began": began(os.getpid())}
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from turnmill.conversation.history import read_calls
 from turnmill.ports import Write
 from turnmill.records import DeadSample, Purpose, Run, RunStatus, SampleState, dead_letter_key, decode, encode
-from turnmill.wiring.redriving import redrive_sample
+from turnmill.wiring.running.redriving import redrive_sample
 
 if TYPE_CHECKING:
     from tests.unit.conversation.conftest import WorldOf

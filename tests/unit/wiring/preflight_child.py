@@ -14,7 +14,7 @@ from turnmill.environment import Chat, Environment, Outcome, Score, opening_mess
 from turnmill.errors import InvalidInput
 from turnmill.records import Task
 from turnmill.telemetry import configure_logging
-from turnmill.wiring.preflight import run_preflight
+from turnmill.wiring.running.preflight import run_preflight
 
 
 def block() -> None:

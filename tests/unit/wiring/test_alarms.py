@@ -11,7 +11,7 @@ from tests.unit.alerts.receivers import Receiver, receiver
 from turnmill.alerts import Dispatcher, new_alert
 from turnmill.errors import ConfigError
 from turnmill.records import AlertKind
-from turnmill.wiring.alarms import look_at_alerts, open_alarms
+from turnmill.wiring.watching.alarms import look_at_alerts, open_alarms
 
 SECRET = "a secret of twenty characters"
 

@@ -14,8 +14,8 @@ from turnmill.errors import BackendUnavailable
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import Run, RunStatus, cancel_key
-from turnmill.wiring.cancelling import cancel, cancellable
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading.runs import began
+from turnmill.wiring.running.cancelling import cancel, cancellable
 
 
 class Busy:

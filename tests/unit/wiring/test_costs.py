@@ -32,8 +32,8 @@ from turnmill.records import (
     token_count_key,
     training_key,
 )
-from turnmill.wiring.alarms import run_failed
-from turnmill.wiring.costs import admission, admitted, cost_of, costs_of_all, used_up_by, within_day
+from turnmill.wiring.reading.costs import admission, admitted, cost_of, costs_of_all, used_up_by, within_day
+from turnmill.wiring.watching.alarms import run_failed
 
 
 def run(

@@ -34,8 +34,8 @@ from turnmill.records import (
     decode,
     encode,
 )
-from turnmill.wiring.dead_letters import Letter, LetterKind, choose_letter, look_at_letters, purge, redrive
-from turnmill.wiring.redriving import give_up_redriven
+from turnmill.wiring.reading.dead_letters import Letter, LetterKind, choose_letter, look_at_letters, purge, redrive
+from turnmill.wiring.running.redriving import give_up_redriven
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from turnmill.config import to_dict
 from turnmill.errors import Conflict, InvalidInput
 from turnmill.ports import Write
 from turnmill.records import Run, RunKind, RunStatus, StageRecord, cancel_key, encode
-from turnmill.wiring.control import Order, begin, check_order
 from turnmill.wiring.deployment import Deployment, Layers, News
-from turnmill.wiring.reading import began, look_at_run
+from turnmill.wiring.reading.runs import began, look_at_run
+from turnmill.wiring.running.control import Order, begin, check_order
 
 ROW = '{"id": "a"}\n'
 LAYERS = Layers(file=None, environ={}, flags={})

@@ -23,10 +23,10 @@ from turnmill.records import (
     SampleState,
     encode,
 )
-from turnmill.wiring.checks.dead_letters import DeadDeliveries, DeadLetters, DeadMessages, DeadSamples, Source
-from turnmill.wiring.checks.metrics import RecentMetrics
-from turnmill.wiring.checks.rewards import CollapsedRewards
-from turnmill.wiring.evidence import command, failing_conversation, last_lines
+from turnmill.wiring.watching.checks.dead_letters import DeadDeliveries, DeadLetters, DeadMessages, DeadSamples, Source
+from turnmill.wiring.watching.checks.metrics import RecentMetrics
+from turnmill.wiring.watching.checks.rewards import CollapsedRewards
+from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
 
 REQUEST = RolloutRequest(sample_id="s", timestamp="", max_length=1, rewards={}, data={})
 

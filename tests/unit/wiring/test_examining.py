@@ -43,9 +43,9 @@ from turnmill.records import (
     encode,
     training_key,
 )
-from turnmill.wiring.examining import Examiner
-from turnmill.wiring.reading import began
-from turnmill.wiring.watchdog import StallCheck
+from turnmill.wiring.reading.runs import began
+from turnmill.wiring.watching.examining import Examiner
+from turnmill.wiring.watching.watchdog import StallCheck
 
 HANDLE = {"trainer": TRAINER, "after_incarnation": 0}
 STAGES = (

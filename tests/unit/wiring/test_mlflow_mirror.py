@@ -20,7 +20,7 @@ from turnmill.ports import Write
 from turnmill.records import Metric, Run, RunStatus, StageRecord, TrainingStatus, encode, training_key
 from turnmill.wiring.mirror_process import Mirror, Sent
 from turnmill.wiring.mirroring import check_mirror, mirrored
-from turnmill.wiring.reading import began
+from turnmill.wiring.reading.runs import began
 
 needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed")
 EVALUATION = {"before": {"solved": 0.25, "num_valid": 8}, "after": {"solved": 0.75, "num_valid": 8}}

@@ -12,7 +12,7 @@ from turnmill.alerts import Dispatcher, Feed, new_alert
 from turnmill.backends.embedded import open_root_records
 from turnmill.errors import BackendUnavailable
 from turnmill.records import Alert, AlertKind, RunStatus
-from turnmill.wiring.monitor import Finding, Monitor, monitored
+from turnmill.wiring.watching.monitor import Finding, Monitor, monitored
 
 SLOW = Finding(kind=AlertKind.STAGE_SLOW, summary="slow", command="turnmill status r1", stage="Evaluate")
 COLLAPSED = Finding(kind=AlertKind.REWARD_COLLAPSE, summary="bad", command="turnmill status r1")

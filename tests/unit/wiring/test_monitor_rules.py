@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from turnmill.records import Metric
-from turnmill.wiring.checks.crash_loops import Restarts
-from turnmill.wiring.checks.dead_letters import GROWING_S, Growth
-from turnmill.wiring.checks.slow_stages import expected_evaluation_s, slow_training
+from turnmill.wiring.watching.checks.crash_loops import Restarts
+from turnmill.wiring.watching.checks.dead_letters import GROWING_S, Growth
+from turnmill.wiring.watching.checks.slow_stages import expected_evaluation_s, slow_training
 
 
 def ends(*durations: float, first: float = 30.0) -> list[float]:

@@ -16,7 +16,7 @@ from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.errors import DataError, NotFound
 from turnmill.pipeline.engine import RunRecord
 from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord
-from turnmill.wiring.reading import as_seen, began, follow, list_runs, look_at_run, look_at_runs, read_validated
+from turnmill.wiring.reading.runs import as_seen, began, follow, list_runs, look_at_run, look_at_runs, read_validated
 
 LINUX_ONLY = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 

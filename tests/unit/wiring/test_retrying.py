@@ -15,8 +15,8 @@ from turnmill.config import Config, to_dict
 from turnmill.errors import Conflict, InvalidInput
 from turnmill.ports import Write
 from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_key
-from turnmill.wiring.reading import look_at_run
-from turnmill.wiring.retrying import claim, plan, queue
+from turnmill.wiring.reading.runs import look_at_run
+from turnmill.wiring.running.retrying import claim, plan, queue
 
 
 def failed_run(**changes: Any) -> Run:

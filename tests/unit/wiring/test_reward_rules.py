@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from turnmill.records import Metric
-from turnmill.wiring.checks.rewards import (
+from turnmill.wiring.watching.checks.rewards import (
     WINDOW,
     StepRewards,
     at_the_bottom,

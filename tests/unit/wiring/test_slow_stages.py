@@ -17,8 +17,8 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import Write
 from turnmill.records import Metric, Purpose, Run, RunClock, RunStatus, StageRecord, encode
-from turnmill.wiring.checks.metrics import RecentMetrics
-from turnmill.wiring.checks.slow_stages import SlowStages
+from turnmill.wiring.watching.checks.metrics import RecentMetrics
+from turnmill.wiring.watching.checks.slow_stages import SlowStages
 
 CONFIG = Config(max_steps=100, max_runtime_s=600.0, training_timeout=20.0, call_timeout_s=10.0)
 

@@ -15,8 +15,8 @@ from turnmill.config import Config, to_dict
 from turnmill.errors import DataError, InvalidInput
 from turnmill.ports import Write
 from turnmill.records import Metric, Run, RunKind, RunStatus, StageRecord, TrainingStatus, encode, training_key
-from turnmill.wiring.reading import read_metrics
-from turnmill.wiring.resume import check_run
+from turnmill.wiring.reading.runs import read_metrics
+from turnmill.wiring.running.resume import check_run
 
 
 def run(**changes: Any) -> Run:

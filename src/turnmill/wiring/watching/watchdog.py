@@ -25,9 +25,9 @@ from turnmill.health.report import Diagnosis
 from turnmill.health.snapshot import Snapshot
 from turnmill.pipeline.stage import StageContext
 from turnmill.records import AlertKind
-from turnmill.wiring.evidence import command
-from turnmill.wiring.examining import Examiner
-from turnmill.wiring.monitor import Finding
+from turnmill.wiring.watching.evidence import command
+from turnmill.wiring.watching.examining import Examiner
+from turnmill.wiring.watching.monitor import Finding
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from turnmill.errors import BackendUnavailable, Conflict, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunStatus, cancel_key, encode
-from turnmill.wiring.reading import as_seen, until_left
+from turnmill.wiring.reading.runs import as_seen, until_left
 
 logger = logging.getLogger(__name__)
 

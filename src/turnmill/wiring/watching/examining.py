@@ -61,7 +61,7 @@ from turnmill.records import (
     replica_key,
     training_key,
 )
-from turnmill.wiring.reading import look_at_run
+from turnmill.wiring.reading.runs import look_at_run
 
 T = TypeVar("T")
 # Between the looks of somebody who has not watched before: longer than the pause before a first restart.

@@ -5,13 +5,13 @@ from pathlib import Path
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RecordStore
-from turnmill.wiring.checks.crash_loops import CrashLoops
-from turnmill.wiring.checks.dead_letters import DeadDeliveries, DeadLetters, DeadMessages, DeadSamples, Source
-from turnmill.wiring.checks.metrics import RecentMetrics
-from turnmill.wiring.checks.rewards import CollapsedRewards
-from turnmill.wiring.checks.slow_stages import SlowStages
-from turnmill.wiring.evidence import command
-from turnmill.wiring.monitor import Check
+from turnmill.wiring.watching.checks.crash_loops import CrashLoops
+from turnmill.wiring.watching.checks.dead_letters import DeadDeliveries, DeadLetters, DeadMessages, DeadSamples, Source
+from turnmill.wiring.watching.checks.metrics import RecentMetrics
+from turnmill.wiring.watching.checks.rewards import CollapsedRewards
+from turnmill.wiring.watching.checks.slow_stages import SlowStages
+from turnmill.wiring.watching.evidence import command
+from turnmill.wiring.watching.monitor import Check
 
 
 def checks_of(root: Path, ctx: StageContext, record: RunRecord) -> list[Check]:

@@ -16,7 +16,7 @@ from turnmill.records import (
     decode,
     sample_key,
 )
-from turnmill.wiring.monitor import Finding
+from turnmill.wiring.watching.monitor import Finding
 
 # They grow for so long after the last one came.
 GROWING_S = 600.0

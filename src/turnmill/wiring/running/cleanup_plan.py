@@ -21,7 +21,7 @@ from turnmill.backends.embedded import (
 )
 from turnmill.errors import NotFound
 from turnmill.records import Cause, Run, RunStatus, cause_key, decode
-from turnmill.wiring.reading import look_at_runs
+from turnmill.wiring.reading.runs import look_at_runs
 
 # Parts of a run's folder by what they are; whatever else lies there is removed with it.
 _PARTS = {

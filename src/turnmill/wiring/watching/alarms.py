@@ -12,7 +12,7 @@ from turnmill.backends.embedded import look_at_root_records, only_one, open_root
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
-from turnmill.wiring.evidence import command, failing_conversation, last_lines
+from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import msgspec
 from turnmill.backends.embedded import log_tail, look_at_run_records
 from turnmill.errors import BackendUnavailable
 from turnmill.records import Purpose, SampleState, decode, sample_prefix
-from turnmill.wiring.logs import matches
+from turnmill.wiring.reading.logs import matches
 
 # Of the log of each role that is shown.
 _NUM_LINES = 10

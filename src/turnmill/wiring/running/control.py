@@ -38,13 +38,13 @@ from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus, Task
 from turnmill.wiring import variables
-from turnmill.wiring.cancelling import cancellable
-from turnmill.wiring.costs import admission
-from turnmill.wiring.measuring import play
-from turnmill.wiring.quarantine import is_sidecars, quarantine
-from turnmill.wiring.reading import as_seen, began
-from turnmill.wiring.redriving import give_up_redriven
-from turnmill.wiring.walking import walk_monitored
+from turnmill.wiring.reading.costs import admission
+from turnmill.wiring.reading.runs import as_seen, began
+from turnmill.wiring.running.cancelling import cancellable
+from turnmill.wiring.running.measuring import play
+from turnmill.wiring.running.quarantine import is_sidecars, quarantine
+from turnmill.wiring.running.redriving import give_up_redriven
+from turnmill.wiring.running.walking import walk_monitored
 
 
 @dataclass(frozen=True, kw_only=True)

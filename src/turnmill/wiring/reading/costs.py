@@ -37,7 +37,7 @@ from turnmill.config import Config, Resolved, from_dict, to_dict
 from turnmill.config.deployment import FILE, load_limits
 from turnmill.errors import BackendUnavailable, BudgetUsedUp, Conflict, InvalidInput, TurnmillError
 from turnmill.records import Metric, Run, RunClock, RunKind, RunStatus, TrainingStatus, decode, training_key
-from turnmill.wiring.reading import list_runs, read_metrics
+from turnmill.wiring.reading.runs import list_runs, read_metrics
 
 logger = logging.getLogger(__name__)
 

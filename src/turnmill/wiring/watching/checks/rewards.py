@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 
 from turnmill.records import AlertKind, Metric
-from turnmill.wiring.checks.metrics import RecentMetrics
-from turnmill.wiring.evidence import command, failing_conversation, last_lines
-from turnmill.wiring.monitor import Finding
+from turnmill.wiring.watching.checks.metrics import RecentMetrics
+from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
+from turnmill.wiring.watching.monitor import Finding
 
 # Steps whose mean is compared with that of as many earlier ones.
 WINDOW = 8

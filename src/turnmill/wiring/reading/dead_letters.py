@@ -40,8 +40,8 @@ from turnmill.records import (
     digest_of,
     encode,
 )
-from turnmill.wiring.reading import look_at_runs
-from turnmill.wiring.redriving import redrive_sample
+from turnmill.wiring.reading.runs import look_at_runs
+from turnmill.wiring.running.redriving import redrive_sample
 
 
 class LetterKind(StrEnum):

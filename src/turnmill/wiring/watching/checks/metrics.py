@@ -4,7 +4,7 @@ import time
 
 from turnmill.ports import RunPorts
 from turnmill.records import Metric
-from turnmill.wiring.reading import metrics_so_far
+from turnmill.wiring.reading.runs import metrics_so_far
 
 # A read serves the other checks of the same look.
 _FRESH_S = 0.5

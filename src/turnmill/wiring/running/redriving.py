@@ -35,7 +35,7 @@ from turnmill.records import (
     sample_key,
 )
 from turnmill.training.history import scan_all
-from turnmill.wiring.reading import as_seen
+from turnmill.wiring.reading.runs import as_seen
 
 # About how long a new attempt may take, as the record says it for people.
 _PATIENCE_S = 3600.0

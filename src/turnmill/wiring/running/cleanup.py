@@ -44,8 +44,9 @@ from turnmill.records import (
     run_key,
     trigger_dead_letter_key,
 )
-from turnmill.wiring.cancelling import ask
-from turnmill.wiring.cleanup_plan import (
+from turnmill.wiring.reading.runs import look_at_run, until_ended
+from turnmill.wiring.running.cancelling import ask
+from turnmill.wiring.running.cleanup_plan import (
     Plan,
     cause_of,
     control_of,
@@ -54,8 +55,7 @@ from turnmill.wiring.cleanup_plan import (
     plan_for_run,
     run_folder,
 )
-from turnmill.wiring.foreground import removing
-from turnmill.wiring.reading import look_at_run, until_ended
+from turnmill.wiring.running.foreground import removing
 
 # How long the process that has a run may take to end it: its roles are asked one after the other, 10 s each.
 PATIENCE_S = 90.0

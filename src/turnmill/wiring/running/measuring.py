@@ -13,7 +13,7 @@ from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts, Write
 from turnmill.records import Baseline, Purpose, Run, encode
 from turnmill.rollout.scheduler import Scheduler
-from turnmill.wiring.reading import read_validated
+from turnmill.wiring.reading.runs import read_validated
 
 
 async def play(

@@ -19,10 +19,10 @@ from turnmill.errors import Conflict, DataError, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import RetryClaim, Run, RunKind, RunStatus, decode, encode, queued_key, retry_key, run_key
-from turnmill.wiring.control import Order, Origin, check_order, new_run_id, resolve, with_absolute_model
-from turnmill.wiring.costs import admitted
-from turnmill.wiring.reading import as_seen
-from turnmill.wiring.resume import check_data
+from turnmill.wiring.reading.costs import admitted
+from turnmill.wiring.reading.runs import as_seen
+from turnmill.wiring.running.control import Order, Origin, check_order, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.running.resume import check_data
 
 _ONCE_MORE = {
     RunKind.TRAIN: "`turnmill run` trains on the same file once more",

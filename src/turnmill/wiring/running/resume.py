@@ -23,11 +23,11 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RunPorts, Write
 from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
 from turnmill.training.history import live_batches, scan_all, settle, supersede
-from turnmill.wiring.cancelling import cancellable
-from turnmill.wiring.control import Order, check_order, hash_of, new_token, open_control
-from turnmill.wiring.costs import used_up_by, within_day
-from turnmill.wiring.reading import as_seen, began
-from turnmill.wiring.walking import walk_monitored
+from turnmill.wiring.reading.costs import used_up_by, within_day
+from turnmill.wiring.reading.runs import as_seen, began
+from turnmill.wiring.running.cancelling import cancellable
+from turnmill.wiring.running.control import Order, check_order, hash_of, new_token, open_control
+from turnmill.wiring.running.walking import walk_monitored
 
 # A trainer without its control process ends after the step that it makes.
 ORPHANS_PATIENCE_S = 60.0

@@ -12,9 +12,9 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.pipeline.stages import STAGES
 from turnmill.records import AlertKind, Metric, StageRecord
-from turnmill.wiring.checks.metrics import RecentMetrics
-from turnmill.wiring.evidence import command, last_lines
-from turnmill.wiring.monitor import Finding
+from turnmill.wiring.watching.checks.metrics import RecentMetrics
+from turnmill.wiring.watching.evidence import command, last_lines
+from turnmill.wiring.watching.monitor import Finding
 
 # Of steps whose median is the pace now.
 NUM_RECENT = 5

@@ -15,11 +15,11 @@ from turnmill.pipeline.engine import RunRecord, walk
 from turnmill.pipeline.stage import StageContext
 from turnmill.pipeline.stages import stages_of
 from turnmill.records import Run, RunStatus
-from turnmill.wiring.alarms import open_alarms, raise_alarm, run_failed
-from turnmill.wiring.cancelling import Cancel
-from turnmill.wiring.checks import checks_of
-from turnmill.wiring.monitor import Monitor, monitored
-from turnmill.wiring.watchdog import watched
+from turnmill.wiring.running.cancelling import Cancel
+from turnmill.wiring.watching.alarms import open_alarms, raise_alarm, run_failed
+from turnmill.wiring.watching.checks import checks_of
+from turnmill.wiring.watching.monitor import Monitor, monitored
+from turnmill.wiring.watching.watchdog import watched
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from turnmill.ports import Launcher, RoleStatus
 from turnmill.records import AlertKind
-from turnmill.wiring.evidence import command, last_lines
-from turnmill.wiring.monitor import Finding
+from turnmill.wiring.watching.evidence import command, last_lines
+from turnmill.wiring.watching.monitor import Finding
 
 # So many restarts within so long are a crash loop; it is over when there was none for as long.
 NUM_RESTARTS, WITHIN_S = 3, 120.0

@@ -1,0 +1,1 @@
+"""What goes wrong while runs go on: who looks for it, by which evidence, and who is told."""
