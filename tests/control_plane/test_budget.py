@@ -147,6 +147,7 @@ def test_a_budget_of_tokens_stops_within_one_batch_and_a_higher_one_goes_on_to_t
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["trainer", "replica-0", "worker-0"])
 def test_a_role_that_is_killed_before_the_breach_loses_no_count_and_doubles_none(tmp_path: Path, victim: str) -> None:
     with start_run(tmp_path, max_steps="4", baseline_rollouts="0", budget_tokens=str(BUDGET)) as running:
@@ -158,6 +159,7 @@ def test_a_role_that_is_killed_before_the_breach_loses_no_count_and_doubles_none
     check_breach(tmp_path, run_id, BUDGET, num_batches=2)
 
 
+@pytest.mark.slow
 def test_a_control_process_that_is_killed_at_the_breach_leaves_a_run_that_is_not_gone_on_with(tmp_path: Path) -> None:
     folder = tmp_path / "bucket" / "training-data"
     folder.mkdir(parents=True)
@@ -190,6 +192,7 @@ def test_a_control_process_that_is_killed_at_the_breach_leaves_a_run_that_is_not
         assert reading(tmp_path, "status", run_id) == status
 
 
+@pytest.mark.slow
 def test_a_sidecar_raises_no_ceiling_and_a_run_without_a_budget_gets_it(tmp_path: Path) -> None:
     folder = tmp_path / "bucket" / "training-data"
     folder.mkdir(parents=True)

@@ -108,7 +108,7 @@ async def fill(root: Path, run_id: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("retain", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_remains_of_a_run_that_was_killed_at_a_bad_moment(tmp_path: Path, retain: bool) -> None:
     # Made by `up` of an upload, so that it has data: that alone remains where it is to be retained.
     root = tmp_path / "root"
