@@ -110,6 +110,10 @@ def test_runs_are_cancelled_while_they_wait_and_while_they_train(tmp_path: Path)
     assert turnmill(root, "upload", data, "--name", "second.jsonl", "--config", str(sidecar)).returncode == 0
     with start_up(root, max_steps="50") as running:
         wait_for("a step", running.num_steps_of_any, running.process)
+        (tmp_path / "bad.jsonl").write_text('{"id": "a"}\n')
+        assert turnmill(root, "upload", str(tmp_path / "bad.jsonl")).returncode == 0
+        wait_for("its refusal, without a slot", lambda: has_status(root, "bad.jsonl", "failed"), running.process)
+        assert has_status(root, "first.jsonl", "active") and has_status(root, "second.jsonl", "queued")
         runs = runs_of(root)
         first, second = (runs[name]["run_id"] for name in ("first.jsonl", "second.jsonl"))
         pids = running.children()
@@ -120,4 +124,8 @@ def test_runs_are_cancelled_while_they_wait_and_while_they_train(tmp_path: Path)
         assert again.returncode == 2 and "has ended already: cancelled" in again.stderr
         assert not any(is_alive(pid) for pid in pids)
         assert running.process.poll() is None, "the deployment goes on"
-    assert {run["status"] for run in runs_of(root).values()} == {"cancelled"}
+    assert {key: run["status"] for key, run in runs_of(root).items()} == {
+        "first.jsonl": "cancelled",
+        "second.jsonl": "cancelled",
+        "bad.jsonl": "failed",
+    }

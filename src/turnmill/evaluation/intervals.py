@@ -8,4 +8,5 @@ def wilson(share: float, num: int, *, z: float = 1.96) -> tuple[float, float]:
     centre = share + z**2 / (2 * num)
     spread = z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
     scale = 1 + z**2 / num
-    return (centre - spread) / scale, (centre + spread) / scale
+    # Rounding must not lead outside of what a share can be.
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

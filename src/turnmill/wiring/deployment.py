@@ -34,6 +34,7 @@ from turnmill.telemetry import also_logged, log_as_run
 from turnmill.wiring.reading.runs import as_seen, list_runs
 from turnmill.wiring.running.cancelling import heed
 from turnmill.wiring.running.control import begin, new_run_id, resolve, with_absolute_model
+from turnmill.wiring.running.early import EarlyChecks
 from turnmill.wiring.running.resume import resume
 from turnmill.wiring.variables import log_format
 from turnmill.wiring.watching.alarms import open_alarms, raise_alarm, run_failed, upload_ignored
@@ -96,6 +97,7 @@ class Deployment:
         self._bucket: FolderBucket = open_bucket(root)
         self._changed = asyncio.Event()
         self._active: dict[str, asyncio.Task[None]] = {}
+        self._early = EarlyChecks(self._changed.set)
         self._alarms: Dispatcher | None = None
         # Causes of the uploads that could not be taken so far.
         self._put_off: set[str] = set()
@@ -241,15 +243,21 @@ class Deployment:
                     self._changed.set()
                     continue
                 for run in waiting:
-                    # One that is refused starts nothing: its uploader need not wait for a slot to hear of it.
-                    has_slot = len(self._active) < self._max_parallel_runs or run.refused is not None
-                    if has_slot and run.run_id not in self._active:
+                    if run.run_id in self._active:
+                        continue
+                    # One that is bad starts nothing: its uploader need not wait for a slot to hear of it.
+                    is_bad = run.refused is not None or self._early.is_bad(run.run_id)
+                    has_slot = len(self._active) < self._max_parallel_runs or is_bad
+                    if not has_slot:
+                        self._early.look(run)
+                    else:
                         self._active[run.run_id] = asyncio.create_task(self._run(run, stop), name=f"run {run.run_id}")
                 changed = asyncio.create_task(self._changed.wait(), name="runs changed")
                 await asyncio.wait({stopped, changed}, timeout=self._look_s, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
         finally:
             stopped.cancel()
+            await self._early.close()
             await asyncio.gather(*self._active.values())
 
     async def _hear_of_queued(self, stop: asyncio.Event) -> None:

@@ -245,7 +245,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     ports=ports,
                     launcher=launcher,
                     evaluations=evaluations,
-                    validate=partial(_validate, config),
+                    validate=partial(validate_data, config),
                     quarantine=partial(quarantine, root, ports.runs, run),
                     give_up_redriven=partial(give_up_redriven, ports.records, run.run_id),
                     claim=partial(_claim, ports, run),
@@ -262,7 +262,8 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
         ports.close()
 
 
-async def _validate(config: Config, path: Path) -> dict[str, Any]:
+async def validate_data(config: Config, path: Path) -> dict[str, Any]:
+    """Path, number of rows and digest of a file that this configuration can train on; raises `RefusedData`."""
     environment = await asyncio.to_thread(load, config.env, config.env_args)
     is_given_up = threading.Event()
 
