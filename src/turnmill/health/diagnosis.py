@@ -97,6 +97,9 @@ def _full_disk(seen: Snapshot) -> Iterator[Diagnosis]:
         if left is not None and left < low
     ]
     gone = [process.name for process in seen.processes if process.state is ProcessState.GONE]
+    if seen.run.status is RunStatus.INTERRUPTED and CONTROL not in gone:
+        # It ended between two parts of this look.
+        gone.append(CONTROL)
     lines = tuple(line for name in gone for line in _last(seen, name) if _FULL in line)
     if facts or lines:
         yield Diagnosis(

@@ -140,6 +140,8 @@ def test_a_disk_that_was_full_when_control_ended_is_named_before_control() -> No
     gone = tuple(view(name, ProcessState.GONE) for name in NAMES)
     logs = {CONTROL: ("ERROR runs.db can't grow: the disk is full; free some space and try again",)}
     assert roles(replace(MOVING, run=run, processes=gone, logs=logs)) == [DISK, CONTROL]
+    # It ended between the look at processes and that at the record.
+    assert roles(replace(MOVING, run=run, logs=logs)) == [DISK, CONTROL]
     assert roles(replace(MOVING, logs=logs)) == []
 
 
