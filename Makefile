@@ -46,7 +46,7 @@ test: install
 
 # What the control plane promises, on real processes: minutes. It ends with the figures; `make verify` runs it too.
 test-control-plane: install
-	$(BIN)/pytest -n 2 tests/control_plane $(TEST_ARGS)
+	$(BIN)/pytest -n 2 tests/control_plane tests/unit/alerts tests/contracts/test_notifier_contract.py $(TEST_ARGS)
 
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
