@@ -118,6 +118,11 @@ async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_
     with pytest.raises(NoProgress, match="stuck"):
         background.poll("bad")
     assert sorted(calls) == ["bad", "good"]
+    # Whoever asks once more after an error wants another try: what ended it may have passed by.
+    await background.start("bad", Path("x"))
+    assert background.poll("bad") is None
+    await asyncio.sleep(0)
+    assert sorted(calls) == ["bad", "bad", "good"]
     await background.close()
 
 

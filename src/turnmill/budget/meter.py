@@ -109,8 +109,9 @@ class Breach:
 class Meter:
     """The clock of one attempt."""
 
-    def __init__(self, records: RecordStore, run: Run, *, root: Path) -> None:
+    def __init__(self, records: RecordStore, run: Run, *, root: Path, keep_s: float = _KEEP_S) -> None:
         self._records = records
+        self._keep_s = keep_s
         self._run = run
         self._root = root
         self._config = from_dict(run.config)
@@ -140,7 +141,7 @@ class Meter:
             await self._write()
         except BackendUnavailable as error:
             # How the run ended is what is told; the clock is at most a tick behind.
-            logger.warning("the last %g s of this run are not counted: %s", _KEEP_S, error)
+            logger.warning("the last %g s of this run are not counted: %s", self._keep_s, error)
 
     @property
     def run_s(self) -> float:
@@ -162,9 +163,20 @@ class Meter:
         return BudgetExceeded(breach.text)
 
     async def _keep(self) -> None:
+        is_told = False
         while True:
-            await asyncio.sleep(_KEEP_S)
-            await self._write()
+            await asyncio.sleep(self._keep_s)
+            try:
+                await self._write()
+            except BackendUnavailable as error:
+                # The time runs on here, and the next tick writes all of it: a moment without a store ends no run.
+                if not is_told:
+                    logger.warning(
+                        "the run's time can't be written down now: %s", error, extra={"at": self._run.run_id}
+                    )
+                is_told = True
+            else:
+                is_told = False
 
     async def _write(self) -> None:
         clock = RunClock(

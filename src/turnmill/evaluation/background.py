@@ -30,9 +30,13 @@ class BackgroundEvaluations:
             self._tasks[name] = asyncio.create_task(playing, name=f"evaluate-{name}")
 
     def poll(self, name: str) -> dict[str, Any] | None:
-        """Its result as plain data, or None while it goes on; raises what ended it."""
+        """Its result as plain data, or None while it goes on; raises what ended it, once: then it may be begun anew."""
         task = self._tasks[name]
-        return asdict(task.result()) if task.done() else None
+        if not task.done():
+            return None
+        if task.exception() is not None:
+            del self._tasks[name]
+        return asdict(task.result())
 
     def progress(self, name: str) -> str:
         """How far it is, for people."""

@@ -1,7 +1,7 @@
 """The run's clock over attempts, and what is said when a limit is reached."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import pytest
 from turnmill.backends.embedded import open_run
 from turnmill.budget import Breach, Meter, Spent, clocks, run_seconds, spent_by, stage_hours, used_up
 from turnmill.config import Config, to_dict
-from turnmill.errors import BudgetExceeded
-from turnmill.ports import Count, Message, RunPorts, Write
+from turnmill.errors import BackendUnavailable, BudgetExceeded
+from turnmill.ports import Count, Message, RecordStore, RunPorts, Write
 from turnmill.records import (
     Purpose,
     Run,
@@ -80,6 +80,46 @@ async def test_an_attempt_that_is_begun_again_under_its_number_counts_on(ports: 
     assert 40.0 <= meter.run_s < 50.0
     await meter.close()
     assert 40.0 <= run_seconds(await clocks(ports.records, "r1")) < 50.0
+
+
+class Shaky:
+    """A store that can't be written to while `is_away`."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self.is_away = False
+        # Set at the third refusal, and at the first write after that.
+        self.refused, self.written = asyncio.Event(), asyncio.Event()
+        self._num_refused = 0
+        self._records = records
+        self.get, self.scan = records.get, records.scan
+
+    async def write(self, writes: Sequence[Write]) -> list[bool]:
+        if self.is_away:
+            self._num_refused += 1
+            if self._num_refused == 3:
+                self.refused.set()
+            raise BackendUnavailable("the disk is busy")
+        applied = await self._records.write(writes)
+        if self.refused.is_set():
+            self.written.set()
+        return applied
+
+
+async def test_a_moment_without_a_store_ends_no_clock_and_loses_no_time(
+    ports: RunPorts, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = Shaky(ports.records)
+    meter = Meter(records, run(), root=Path(), keep_s=0.01)
+    await meter.start()
+    records.is_away = True
+    await records.refused.wait()
+    assert meter.over() is None, "a limit that is not reached, and no error"
+    missed_s = meter.run_s
+    records.is_away = False
+    await records.written.wait()
+    assert run_seconds(await clocks(ports.records, "r1")) >= missed_s
+    await meter.close()
+    assert caplog.text.count("can't be written down now") == 1
 
 
 async def test_what_a_run_has_used_is_the_sum_over_purposes_and_replicas(ports: RunPorts) -> None:
