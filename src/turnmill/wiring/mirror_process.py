@@ -23,6 +23,7 @@ from turnmill.alerts import Redactor
 from turnmill.backends.embedded.files import write_atomically
 from turnmill.backends.mlflow import MlflowRuns
 from turnmill.config.deployment import MlflowStore, load_deployment
+from turnmill.pipeline.card import CARD, LINEAGE
 from turnmill.records import Metric, Run, RunStatus
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.reading.runs import SeenSteps, look_at_runs
@@ -42,8 +43,6 @@ _STATUSES = {
     RunStatus.INTERRUPTED: "FAILED",
     RunStatus.CANCELLED: "KILLED",
 }
-# Of the final checkpoint's folder, where they are there.
-_DOCUMENTS = ("README.md", "model_card.md", "lineage.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +260,11 @@ def _public(run: Run) -> dict[str, Any]:
 
 
 def _documents_of(run: Run) -> list[Path]:
-    folders = [stage.result["checkpoint"] for stage in run.current_stages if stage.result.get("checkpoint")]
-    return [path for folder in folders[-1:] for name in _DOCUMENTS if (path := Path(folder, name)).is_file()]
+    """Card and lineage of the model that the run published; none where it published none, or it was removed since."""
+    published = next((stage.result for stage in run.current_stages if stage.name == "Publish"), {})
+    folder = published.get("location")
+    paths = [Path(folder) / name for name in (CARD, LINEAGE)] if folder else []
+    return [path for path in paths if path.is_file()]
 
 
 def _is_number(value: object) -> bool:

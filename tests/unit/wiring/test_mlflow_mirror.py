@@ -184,6 +184,24 @@ async def test_a_run_is_there_with_parameters_steps_evaluations_and_its_end(tmp_
 
 
 @needs_mlflow
+async def test_the_card_and_the_lineage_of_the_published_model_are_artifacts(
+    tmp_path: Path, store: MlflowStore
+) -> None:
+    folder = tmp_path / "bucket" / "models" / "one" / "1.3"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("what it can do")
+    (folder / "lineage.json").write_text("{}")
+    published = StageRecord(
+        name="Publish", state="done", started_at=160.0, ended_at=170.0, result={"location": str(folder)}
+    )
+    await record(tmp_path, made_run(RunStatus.SUCCEEDED, stages=(*made_run().stages, published)), steps={1: 1})
+    assert mirror(tmp_path, store).look()
+    seen = Seen(store)
+    assert seen.artifacts() == {f"turnmill/{name}" for name in ("config.json", "run.json", "README.md", "lineage.json")}
+    assert seen.kept("turnmill/README.md", tmp_path) == "what it can do"
+
+
+@needs_mlflow
 @pytest.mark.parametrize(
     ("status", "expected"),
     [(RunStatus.FAILED, "FAILED"), (RunStatus.CANCELLED, "KILLED"), (RunStatus.DUPLICATE, "FINISHED")],
