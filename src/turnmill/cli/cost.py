@@ -75,7 +75,7 @@ def cost(
     elif run_id is not None:
         _show_run(run_loop(cost_of(root, find_run(root, run_id))), as_json)
     else:
-        _show_all(root, run_loop(costs_of_all(root)), as_json)
+        _show_all(root, *run_loop(costs_of_all(root)), as_json)
 
 
 def _show_forecast(
@@ -112,10 +112,14 @@ def _show_run(found: RunCost, as_json: bool) -> None:
         say(PlainConsole(), line)
 
 
-def _show_all(root: Path, found: list[RunCost], as_json: bool) -> None:
+def _show_all(root: Path, found: list[RunCost], unreadable: dict[str, str], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps([one.summary for one in found]))
-    elif found:
+        missing = [{"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items()]
+        click.echo(json.dumps([*(one.summary for one in found), *missing]))
+        return
+    if found:
         PlainConsole().print(costs_table(found))
-    else:
+    for run_id, why in unreadable.items():
+        click.echo(f"what run {run_id} has used can't be read, and is not in the sums: {why}", err=True)
+    if not found and not unreadable:
         click.echo(f"no runs in {root}; `turnmill cost --forecast` says what one would take")

@@ -222,13 +222,26 @@ async def test_a_breach_is_an_alert_of_its_own(tmp_path: Path) -> None:
 async def test_costs_of_runs_are_added_up(tmp_path: Path) -> None:
     await store(tmp_path, run("a", status=RunStatus.SUCCEEDED, usd_per_hour=2.0), seconds=1800.0, tokens=10)
     await store(tmp_path, run("b", status=RunStatus.FAILED), seconds=60.0, tokens=5)
-    found = await costs_of_all(tmp_path)
+    found, unreadable = await costs_of_all(tmp_path)
+    assert not unreadable
     assert [(one.run.run_id, one.spent.num_tokens, one.spent.usd) for one in found] == [("a", 10, 1.0), ("b", 5, 0.0)]
     assert (await cost_of(tmp_path, run("nobody"))).spent.num_tokens == 0
 
 
 def invoke(root: Path, *arguments: str) -> Any:
     return CliRunner().invoke(turnmill, ["cost", "--root", str(root), *arguments])
+
+
+async def test_a_damaged_run_hides_the_cost_of_no_other_one(tmp_path: Path) -> None:
+    await store(tmp_path, run("a", status=RunStatus.SUCCEEDED, usd_per_hour=2.0), seconds=1800.0, tokens=10)
+    await store(tmp_path, run("b", status=RunStatus.FAILED), seconds=60.0, tokens=5)
+    for file in (tmp_path / "runs" / "b" / "records").iterdir():
+        file.write_bytes(b"no database" * 1000)
+    shown = await asyncio.to_thread(invoke, tmp_path)
+    assert shown.exit_code == 0 and "1.00" in shown.stdout
+    assert "what run b has used can't be read, and is not in the sums: " in shown.stderr
+    listed = json.loads((await asyncio.to_thread(invoke, tmp_path, "--json")).stdout)
+    assert [one["run_id"] for one in listed] == ["a", "b"] and "no database" not in listed[1]["unreadable"]
 
 
 def test_the_command_forecasts_and_lists_prices(tmp_path: Path) -> None:

@@ -213,9 +213,16 @@ async def cost_of(root: Path, run: Run) -> RunCost:
         ports.close()
 
 
-async def costs_of_all(root: Path) -> list[RunCost]:
-    """Of all runs, oldest first."""
-    return [await cost_of(root, run) for run in await list_runs(root)]
+async def costs_of_all(root: Path) -> tuple[list[RunCost], dict[str, str]]:
+    """Of all runs, oldest first, and by run id why some can't be read: a damaged one hides no other."""
+    found: list[RunCost] = []
+    unreadable: dict[str, str] = {}
+    for run in await list_runs(root):
+        try:
+            found.append(await cost_of(root, run))
+        except TurnmillError as error:
+            unreadable[run.run_id] = str(error)
+    return found, unreadable
 
 
 async def used_up_by(root: Path, run: Run, *, from_step: int | None = None) -> BudgetUsedUp | None:
