@@ -60,14 +60,14 @@ PIPELINE = """# The pipeline
 *Made by `scripts/generate_docs.py` from `turnmill.pipeline.stages`; change it there.*
 
 A run walks these stages in order. Each has a start, and is then asked until it is done; the start and each question are
-tried again when they fail for a reason that may pass. A stage that takes longer than expected is told once, in the log
-and in the run's history; one that exceeds its time-out has failed. After a failure, or when the user cancels, the rest
-is left out, but Teardown always runs. A run that goes on (`turnmill resume`) walks all stages anew, as another attempt;
-doing a stage twice is as good as once.
+tried again when they fail for a reason that may pass. A stage that takes longer than expected is alerted about
+([alerts](../guides/alerts.md)); one that exceeds its time-out has failed. After a failure, or when the user cancels,
+the rest is left out, but Teardown always runs. A run that goes on (`turnmill resume`) walks all stages anew, as another
+attempt; doing a stage twice is as good as once.
 
 `turnmill status RUN --json` shows the history: of each stage when it began and ended, what its start gave and what came
-out, the tries before, since when it was slow, and its error with the class. `turnmill logs RUN --stage NAME` shows what
-was logged meanwhile.
+out, what failed and was tried again, and its error with the class. `turnmill logs RUN --stage NAME` shows what was
+logged meanwhile.
 """
 
 

@@ -1,11 +1,7 @@
 """What may be typed next about a run that ended, or lost its process, before it was done."""
 
-from turnmill.records import ErrorClass, Run, RunStatus
-
-# Their errors say themselves what to do.
-_SAY_THEMSELVES = (ErrorClass.BUDGET, ErrorClass.INVALID_INPUT)
-# As it is, the run would fail once more.
-_NEED_OTHERS = (ErrorClass.ENVIRONMENT, ErrorClass.STAGE_FAILED)
+from turnmill.health.remedies import Remedy, remedies_of
+from turnmill.records import Run, RunStatus
 
 
 def next_step(run: Run, *, num_steps: int, at_root: str) -> str | None:
@@ -17,11 +13,8 @@ def next_step(run: Run, *, num_steps: int, at_root: str) -> str | None:
         return resume if run.upload is None else f"go on with it: turnmill up{at_root}"
     if run.status is RunStatus.CANCELLED:
         return resume
-    if run.status is not RunStatus.FAILED or run.refused is not None:
+    if run.status is not RunStatus.FAILED:
         return None
-    why = next((stage.error_class for stage in reversed(run.current_stages) if stage.state == "failed"), None)
-    if why in _SAY_THEMSELVES:
-        return None
-    if why in _NEED_OTHERS and num_steps == 0:
-        return f"once more with other parameters: turnmill retry {run.run_id} --NAME VALUE{at_root}"
-    return resume
+    again = f"once more with other parameters: turnmill retry {run.run_id} --NAME VALUE{at_root}"
+    texts = {Remedy.RESUME: resume, Remedy.RETRY: again}
+    return next((texts[remedy] for remedy in remedies_of(run, has_steps=num_steps > 0)), None)

@@ -11,9 +11,10 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from turnmill.health.remedies import Remedy, remedies_of
 from turnmill.health.report import Diagnosis, Report, Verdict
 from turnmill.health.snapshot import CONTROL, TRAINER, ProcessState, QueueView, Snapshot
-from turnmill.records import ErrorClass, RunStatus, StageRecord
+from turnmill.records import RunStatus
 
 DISK, ENVIRONMENT, STORE, DATA, BUDGET = "disk", "environment", "store", "data", "budget"
 # Below it SQLite, logs and checkpoints soon fail, or did already.
@@ -319,26 +320,24 @@ def _failure(seen: Snapshot) -> Diagnosis:
         role=role,
         summary=f"{failed.name if failed else 'it'} failed: {first}",
         evidence=tuple(line.strip() for line in error.split("\n")[1:]),
-        commands=(f"turnmill status {run.run_id}{_at(seen)}", *_remedies(seen, failed, role, first)),
+        commands=(f"turnmill status {run.run_id}{_at(seen)}", *_remedies(seen, role, first)),
         log_lines=_last(seen, role if seen.logs.get(role) else CONTROL),
     )
 
 
-def _remedies(seen: Snapshot, failed: StageRecord | None, role: str, error: str) -> tuple[str, ...]:
-    """What may help a run that failed in that stage."""
+def _remedies(seen: Snapshot, role: str, error: str) -> tuple[str, ...]:
+    """What may help a run that failed."""
     if (used_up := _USED_UP.search(error)) is not None:
         return (used_up[1],)
     if role == DATA and seen.run.upload is not None:
         again = f"turnmill dlq redrive trigger/{seen.run.run_id}{_at(seen)}"
         return (f"{again}  # once it is corrected in quarantine: a new run",)
-    why = failed.error_class if failed is not None else None
-    if seen.run.refused is not None or why in (ErrorClass.BUDGET, ErrorClass.INVALID_INPUT):
-        return ()
-    resume = f"turnmill resume {seen.run.run_id}{_at(seen)}"
-    if why not in (ErrorClass.STAGE_FAILED, ErrorClass.ENVIRONMENT):
-        return (resume,)
-    again = f"turnmill retry {seen.run.run_id} --NAME VALUE{_at(seen)}  # from its beginning, with other parameters"
-    return (resume, again)
+    run_id, at = seen.run.run_id, _at(seen)
+    commands = {
+        Remedy.RESUME: f"turnmill resume {run_id}{at}",
+        Remedy.RETRY: f"turnmill retry {run_id} --NAME VALUE{at}  # from its beginning, with other parameters",
+    }
+    return tuple(commands[remedy] for remedy in remedies_of(seen.run, has_steps=None))
 
 
 # ---------------------------------------------------------------- words

@@ -166,8 +166,8 @@ def test_a_run_says_where_its_model_is_published_or_why_it_is_not() -> None:
         return render.promotion_lines(run(stages=(stage,)))
 
     promotion = {"rule": "not_worse", "is_published": True, "reason": "better than its base"}
-    assert lines(promotion=promotion, location="/root/bucket/models/r1/1.2") == [
-        "published: /root/bucket/models/r1/1.2 (not_worse: better than its base)"
+    assert lines(promotion=promotion, location="/srv/turnmill/bucket/models/r1/1.2") == [
+        "published: /srv/turnmill/bucket/models/r1/1.2 (not_worse: better than its base)"
     ]
     (held,) = lines(promotion={**promotion, "is_published": False, "reason": "worse than its base"}, location=None)
     assert held.startswith("not published (not_worse: worse than its base); the checkpoint stays")

@@ -28,7 +28,6 @@ from turnmill.backends.embedded.activity import (
     look_at_calls,
     look_at_queue,
     look_at_recent_samples,
-    look_at_records,
 )
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.bucket import FolderBucket
@@ -78,7 +77,6 @@ __all__ = [
     "look_at_queue",
     "look_at_queues",
     "look_at_recent_samples",
-    "look_at_records",
     "look_at_restarts",
     "look_at_root_records",
     "look_at_run_records",

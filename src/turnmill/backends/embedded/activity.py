@@ -12,7 +12,6 @@ from pathlib import Path
 
 from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.looking import look
-from turnmill.backends.embedded.records import kind_of, scan
 from turnmill.ports import QueueCounts, Stored
 
 # A message that was received that often was given up or left behind by as many consumers: two may be an accident.
@@ -95,12 +94,6 @@ def look_at_calls(path: Path) -> CallActivity:
 def look_at_batches(path: Path) -> BatchActivity:
     """As `look_at_queue`, of the batches in this file."""
     return look(path, "records", _last_batches) or BatchActivity()
-
-
-def look_at_records(folder: Path, prefix: str) -> list[Stored]:
-    """Records of the store in `folder` whose key starts with `prefix`, by key; raises `BackendUnavailable`."""
-    path = folder / f"{kind_of(prefix)}.db"
-    return look(path, "records", partial(scan, prefix=prefix, after="", limit=-1)) or []
 
 
 def _queue(connection: sqlite3.Connection, *, now: float) -> QueueActivity:

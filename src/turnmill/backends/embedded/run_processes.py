@@ -107,7 +107,8 @@ def end(processes: Sequence[RunProcess], *, grace_s: float = GRACE_S) -> Iterato
             for one in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.process.kill()
-        time.sleep(_INTERVAL_S if left else 0.0)
+        if left:
+            time.sleep(_INTERVAL_S)
 
 
 def _run_process(process: psutil.Process, run_id: str, name: str) -> RunProcess:

@@ -27,7 +27,7 @@ from turnmill.backends.embedded import (
     look_at_pointer,
     look_at_queue,
     look_at_recent_samples,
-    look_at_records,
+    look_at_run_records,
     process_info,
     queue_files,
     role_processes,
@@ -170,7 +170,7 @@ class Examiner:
                 return otherwise
 
         def stored(prefix: str) -> list[Stored]:
-            return read(lambda: look_at_records(records, prefix), [])
+            return read(lambda: look_at_run_records(self._root, self._run_id, prefix, limit=-1), [])
 
         def decoded(items: Iterable[Stored], kind: type[T]) -> list[T]:
             return [found for item in items if (found := read(partial(_decoded, item, kind), None)) is not None]
