@@ -1,4 +1,7 @@
-"""Every suite here runs on every backend: add a name to `BACKENDS` and a branch to each fixture that opens a port."""
+"""Every suite here runs on the backends of `SUITES`; a fixture that opens a port has a branch for each of them.
+
+On AWS the services are those of an emulator (tests/aws/emulator.py).
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,14 +18,17 @@ from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, RunPorts, WeightStore
 
-BACKENDS = ["embedded"]
+# Suites that run on other backends, too, by the name of their file.
+SUITES: dict[str, list[str]] = {}
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
 PORT_CHILD = Path(__file__).with_name("port_child.py")
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Suites ask for `backend`, mostly through the fixtures that open a port."""
+    if "backend" in metafunc.fixturenames:
+        suite = metafunc.module.__name__.rpartition(".")[2]
+        metafunc.parametrize("backend", ["embedded", *SUITES.get(suite, [])], scope="function")
 
 
 @pytest.fixture

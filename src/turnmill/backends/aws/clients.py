@@ -1,0 +1,180 @@
+"""The clients of AWS services, for code on an event loop and for code without one.
+
+    await call(service, operation, ...) -> a thread -> botocore (signs, sends, tries again) -> the answer | an error
+
+boto3's clients block, and may be used by many threads at once: each call has a thread while it lasts. What a service
+refuses for a reason that an adapter can act on comes as `Refused`, with its error code; all else that fails after its
+retries is `BackendUnavailable`.
+
+| failure | who tries again |
+|---|---|
+| throttled, 5xx, no connection, no answer in time | botocore, `standard` mode, `MAX_TRIES` in all |
+| the credentials have expired | this module, `EXPIRED_TRIES` in all, each with credentials that are read anew |
+| everything else | nobody |
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import boto3
+from boto3.exceptions import Boto3Error
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from turnmill.backends.aws.settings import AwsSettings
+from turnmill.errors import BackendUnavailable, InvalidInput
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# Tries of one request, the first one included: botocore's standard mode waits a random part of 1, 2, 4 ... s, 20 at
+# most, and gives up at once where another try can't help.
+MAX_TRIES = 8
+_CONNECT_S, _READ_S = 5.0, 60.0
+# Calls that are under way at once in one process; long polls have a thread all the time.
+MAX_CALLS = 64
+# Tries with credentials that a service calls expired. The pauses between them, up to 15 s in all, give whoever renews
+# them the time to do so.
+EXPIRED_TRIES, _EXPIRED_PAUSE_S = 5, 1.0
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
+# What only another configuration can mend, as opposed to what passes.
+_CONFIGURATION = ("NoCredentialsError", "NoRegionError", "PartialCredentialsError", "ProfileNotFound")
+
+
+class Refused(Exception):
+    """A service did not do what it was asked for, and another try would end the same: `code` says why."""
+
+    def __init__(self, code: str, message: str, response: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.code = code
+        # The whole error answer, e.g. `CancellationReasons` of a transaction.
+        self.response = response
+
+
+class AwsClients:
+    """Clients of one deployment, each made when it is first needed; may be shared by everything in a process."""
+
+    def __init__(self, settings: AwsSettings, *, max_tries: int = MAX_TRIES) -> None:
+        self._settings = settings
+        self._max_tries = max_tries
+        self._session = boto3.session.Session(region_name=settings.region)
+        self._clients: dict[str, Any] = {}
+        self._making = threading.Lock()
+        self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def region(self) -> str:
+        """Raises `InvalidInput` where no region is configured."""
+        region = self._session.region_name
+        if not region:
+            raise InvalidInput("no AWS region is configured: set AWS_REGION, or region in the backend's settings")
+        return str(region)
+
+    async def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """The answer of `operation` (botocore's method name); raises `Refused`, `BackendUnavailable`, `InvalidInput`.
+
+        Cancelled, it leaves the request under way to end by itself.
+        """
+        return await self.run(partial(self.call_now, service, operation, **parameters))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """`work`, which blocks, in a thread. Cancelled, it leaves it to end by itself."""
+        loop = asyncio.get_running_loop()
+        limiter = self._limiters.setdefault(loop, anyio.CapacityLimiter(MAX_CALLS))
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+
+    def call_now(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """`call` for a thread of the caller's own."""
+        return self.work_with(service, operation, lambda client: getattr(client, operation)(**parameters))
+
+    def work_with(self, service: str, what: str, work: Callable[[Any], T]) -> T:
+        """`work` with boto3's client of a service, for what needs several requests; raises like `call`.
+
+        It begins anew where the credentials expire in the middle, so that it has to be idempotent.
+        """
+        for tries_left in reversed(range(EXPIRED_TRIES)):
+            client = self._client(service)
+            try:
+                return work(client)
+            except ClientError as error:
+                code = str(error.response.get("Error", {}).get("Code", ""))
+                if code not in _EXPIRED or not tries_left:
+                    raise _named(error, code, service, what) from error
+                logger.warning("the AWS credentials have expired (%s %s); they are read anew", service, what)
+                self._renew()
+                time.sleep(_EXPIRED_PAUSE_S * 2 ** (EXPIRED_TRIES - 1 - tries_left) * random.uniform(0.5, 1.0))
+            except Boto3Error as error:
+                raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
+            except BotoCoreError as error:
+                if type(error).__name__ in _CONFIGURATION:
+                    raise InvalidInput(f"AWS can't be used: {error}") from error
+                raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _renew(self) -> None:
+        """The next client reads the credentials again: they may stand in a file or a variable, which never refresh."""
+        with self._making:
+            self._session = boto3.session.Session(region_name=self._settings.region)
+            self._clients.clear()
+
+    def _client(self, service: str) -> Any:
+        with self._making:
+            if service not in self._clients:
+                config = Config(
+                    retries={"mode": "standard", "total_max_attempts": self._max_tries},
+                    connect_timeout=_CONNECT_S,
+                    read_timeout=_READ_S,
+                    max_pool_connections=MAX_CALLS,
+                    user_agent_extra="turnmill",
+                )
+                try:
+                    self._clients[service] = self._session.client(
+                        service, endpoint_url=self._settings.endpoint_url, config=config
+                    )
+                except (BotoCoreError, ValueError) as error:
+                    raise InvalidInput(f"AWS can't be used: {error}") from error
+            return self._clients[service]
+
+    def close(self) -> None:
+        """Release the connections; idempotent."""
+        with self._making:
+            for client in self._clients.values():
+                client.close()
+            self._clients.clear()
+
+
+# What passes by itself, or with the next credentials: what is left of it after botocore's retries.
+_TRANSIENT = (
+    "InternalError",
+    "InternalFailure",
+    "InternalServerError",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "LimitExceededException",
+    "ProvisionedThroughputExceededException",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequestsException",
+)
+
+
+def _named(error: ClientError, code: str, service: str, operation: str) -> Exception:
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    text = f"AWS {service} {operation} failed: {error}"
+    if status >= 500 or status == 429 or code in _TRANSIENT:
+        return BackendUnavailable(text)
+    return Refused(code, text, error.response)
