@@ -39,6 +39,7 @@ def test_names_that_break_a_limit_are_refused_with_the_limit() -> None:
 
 def test_what_belongs_to_a_run_is_named_within_the_limits() -> None:
     settings = AwsSettings(name="a" * 21)
+    assert settings.run_stack("my-trainer") == "my-trainer"
     names = StackNames(stack=settings.run_stack("a run of any name whatsoever, however long it may be " * 3))
     assert len(names.stack) == 32
     assert names.queue("rollout_request").endswith("-SageMaker-RolloutRequestQueue.fifo")

@@ -1,7 +1,8 @@
 """Which deployment on AWS is meant, and how what belongs to it is called.
 
 Names are checked before anything is made. A run's id is opaque and may be longer than a service allows, so that what
-belongs to a run is named by a digest of its id, and tagged with the id itself.
+belongs to a run is named by a digest of its id, and tagged with the id itself; one that is good as the name of a stack
+(those of external trainers, which are named by people) is its name.
 """
 
 import hashlib
@@ -74,6 +75,8 @@ class AwsSettings:
 
     def run_stack(self, run_id: str) -> str:
         """The stack of a run's resources."""
+        if len(run_id) <= MAX_STACK_NAME and _STACK_NAME.fullmatch(run_id):
+            return run_id
         return f"{self.name}-{hashlib.sha256(run_id.encode()).hexdigest()[:10]}"
 
 
