@@ -7,13 +7,13 @@ from typing import Any
 from tests.e2e.house import accounted
 from tests.e2e.processes import read_records
 from turnmill import assets
-from turnmill.backends.embedded import open_run
 from turnmill.config import from_dict
 from turnmill.pipeline.engine import load_run
 from turnmill.records import Batch, BatchState, SampleRecord, SampleState
 from turnmill.training.collector import load_calls
 from turnmill.training.samples import TrainingSample, rows_of
 from turnmill.training.trainer import Trainer
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
 
@@ -46,7 +46,7 @@ def check_steps(root: Path, figures: dict[str, Any]) -> None:
 
 async def _digests(root: Path, run_id: str, samples: list[SampleRecord], batches: list[Batch]) -> list[str]:
     """Fingerprint after each batch, made from the base model in one go."""
-    ports = open_run(root, run_id, num_replicas=1)
+    ports = backend_of(root).open_run(run_id, num_replicas=1)
     try:
         config = from_dict((await load_run(ports.runs, run_id)).config)
         trainer = Trainer(assets.model_folder(config.base_model), config)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from turnmill import assets, failpoints
-from turnmill.backends.embedded import open_run
 from turnmill.records import Batch, BatchState, Purpose, SampleRecord, batch_prefix, decode, sample_prefix
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.event_loop import run_loop
 
 # Small, and quick to notice a dead worker.
@@ -142,7 +142,7 @@ def read_records(root: Path, run_id: str) -> tuple[list[SampleRecord], list[Batc
     """All training samples of a run that has ended, and the batches that count."""
 
     async def read() -> tuple[list[SampleRecord], list[Batch]]:
-        ports = open_run(root, run_id, num_replicas=1)
+        ports = backend_of(root).open_run(run_id, num_replicas=1)
         try:
             samples: list[SampleRecord] = []
             prefix = sample_prefix(run_id, Purpose.TRAIN)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.accounts import check_accounting
 from tests.e2e.processes import PARAMETERS, start_turnmill, wait_for
 from turnmill import assets
-from turnmill.backends.embedded import look_at_samples
+from turnmill.wiring.backend import backend_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,8 @@ def test_an_upload_through_the_interface_trains_and_one_is_cancelled(tmp_path: P
         if sample.name == "turnmill_run_samples" and sample.labels["run"] == run["run_id"]
     }
     assert found == {
-        (purpose, state): number for (purpose, state), number in look_at_samples(tmp_path, run["run_id"]).items()
+        (purpose, state): number
+        for (purpose, state), number in backend_of(tmp_path).reader(run["run_id"]).samples().items()
     }
     (generated,) = [sample.value for sample in samples if sample.name == "turnmill_run_rollouts_total"][:1]
     assert generated == run["num_generated"]

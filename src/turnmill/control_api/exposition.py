@@ -16,11 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from turnmill import __version__
-from turnmill.backends.embedded import look_at_root_records, open_bucket
+from turnmill.backends.embedded import open_bucket
 from turnmill.control_api.run_figures import RunFigures, RunView
 from turnmill.control_api.sparing import Sparing
 from turnmill.errors import TurnmillError
 from turnmill.records import AlertKind, Cause, Run, RunStatus, Severity, cause_prefix, decode
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.watching.alarms import look_at_alerts
 
@@ -61,7 +62,8 @@ class Exposition:
 
     def _uploads(self) -> Metric:
         family = CounterMetricFamily("turnmill_uploads", "Uploads, by what became of them.", labels=["outcome"])
-        causes = [decode(item.value, Cause) for item in look_at_root_records(self._root, cause_prefix(self._bucket))]
+        found = backend_of(self._root).look_at_records(cause_prefix(self._bucket))
+        causes = [decode(item.value, Cause) for item in found]
         num_ignored = sum(cause.run_id is None for cause in causes)
         family.add_metric(["ignored"], num_ignored)
         family.add_metric(["taken"], len(causes) - num_ignored)

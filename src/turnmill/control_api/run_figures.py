@@ -8,9 +8,10 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as Family
 
-from turnmill.backends.embedded import look_at_restarts, look_at_samples
+from turnmill.backends.embedded import look_at_restarts
 from turnmill.control_api.sparing import Sparing
 from turnmill.records import Metric, Purpose, Run, RunStatus, SampleState
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.figures import max_steps_of
 from turnmill.wiring.reading.queues import QueueStatus, read_queues
 from turnmill.wiring.reading.runs import SeenSteps
@@ -37,7 +38,8 @@ class RunView:
 
     def __init__(self, root: Path, run_id: str) -> None:
         self._root = root
-        self._samples = Sparing(lambda: look_at_samples(root, run_id), fresh_s=_SAMPLES_FRESH_S, share=_SAMPLES_SHARE)
+        self._reader = backend_of(root).reader(run_id)
+        self._samples = Sparing(self._reader.samples, fresh_s=_SAMPLES_FRESH_S, share=_SAMPLES_SHARE)
         self._steps = SeenSteps(root, run_id)
         self._final: Figures | None = None
 
@@ -48,7 +50,7 @@ class RunView:
         figures = Figures(
             metrics=self._steps.look(),
             queues=read_queues(self._root, run).queues if run.status is RunStatus.ACTIVE else {},
-            samples=look_at_samples(self._root, run.run_id) if run.status.is_final else self._samples(),
+            samples=self._reader.samples() if run.status.is_final else self._samples(),
             restarts=look_at_restarts(self._root, run.run_id),
         )
         # Nobody writes it any more, until it is resumed: then it is not final.

@@ -5,9 +5,18 @@ own retries (each adapter is the only retry owner for its service). Nothing here
 once the call has returned, unless the text says so.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
+from turnmill.ports.backend import (
+    GENERATE_REQUEST,
+    Backend,
+    BatchActivity,
+    CallActivity,
+    QueueActivity,
+    RootRecords,
+    RunActivity,
+    RunReader,
+    SampleActivity,
+    queue_names,
+)
 from turnmill.ports.processes import Launcher, RoleSpec, RoleStatus, RunInfra
 from turnmill.ports.queues import (
     Count,
@@ -20,6 +29,7 @@ from turnmill.ports.queues import (
     QueueCounts,
     WorkQueue,
 )
+from turnmill.ports.run import RunPorts
 from turnmill.ports.stores import (
     BlobInfo,
     BlobStore,
@@ -33,8 +43,12 @@ from turnmill.ports.stores import (
 from turnmill.ports.telling import MetricSink, Notifier
 
 __all__ = [
+    "GENERATE_REQUEST",
+    "Backend",
+    "BatchActivity",
     "BlobInfo",
     "BlobStore",
+    "CallActivity",
     "Count",
     "DeadLetter",
     "Launcher",
@@ -45,41 +59,22 @@ __all__ = [
     "Notifier",
     "Outbox",
     "Queue",
+    "QueueActivity",
     "QueueAdmin",
     "QueueCounts",
     "RecordStore",
     "RoleSpec",
     "RoleStatus",
+    "RootRecords",
+    "RunActivity",
     "RunInfra",
     "RunPorts",
+    "RunReader",
+    "SampleActivity",
     "Stored",
     "StoredModel",
     "WeightStore",
     "WorkQueue",
     "Write",
+    "queue_names",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPorts:
-    """Everything that a role needs of one run."""
-
-    # The deployment's store: `runs/...`.
-    runs: RecordStore
-    # The run's own store: samples, calls, batches, statuses.
-    records: RecordStore
-    blobs: BlobStore
-    weights: WeightStore
-    # The deployment's.
-    models: ModelStore
-    metrics: MetricSink
-    rollout_request: Queue
-    rollout_response: Queue
-    # One queue a replica, by index.
-    generate_request: Sequence[Queue]
-    generate_response: Queue
-    # Call records, and generate_response.
-    answers: Outbox
-    infra: RunInfra
-    # Releases files, threads and wake-ups; idempotent.
-    close: Callable[[], None]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher
-from turnmill.backends.embedded import FolderBucket, only_one, open_bucket, open_root_records
+from turnmill.backends.embedded import FolderBucket, only_one, open_bucket
 from turnmill.budget import within_ceilings
 from turnmill.config import Resolved, to_dict
 from turnmill.config.deployment import load_limits
@@ -31,6 +31,7 @@ from turnmill.pipeline.stages import FIRST_STAGE
 from turnmill.ports import Write
 from turnmill.records import QUEUED_PREFIX, Alert, Run, RunStatus, Upload
 from turnmill.telemetry import also_logged, log_as_run
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import as_seen, list_runs
 from turnmill.wiring.running.cancelling import heed
 from turnmill.wiring.running.control import begin, new_run_id, resolve, with_absolute_model
@@ -146,7 +147,7 @@ class Deployment:
     @asynccontextmanager
     async def _monitored(self, alarms: Dispatcher) -> AsyncIterator[None]:
         """With somebody who looks for what goes wrong in no run of its own."""
-        records = open_root_records(self._root)
+        records = backend_of(self._root).open_records()
         monitor = Monitor(None, checks_of_deployment(self._root, records), alarms)
         try:
             await monitor.recall(since=0.0)
@@ -158,7 +159,7 @@ class Deployment:
     # ------------------------------------------------------------ uploads
 
     async def _take_uploads(self, stop: asyncio.Event) -> None:
-        runs = open_root_records(self._root)
+        runs = backend_of(self._root).open_records()
         intake = Intake(runs, new_run_id=new_run_id, plan=self._plan)
         try:
             async for uploads in self._bucket.watch(stop):
@@ -262,7 +263,7 @@ class Deployment:
 
     async def _hear_of_queued(self, stop: asyncio.Event) -> None:
         """Runs that another process queued: a retry, for instance."""
-        runs = open_root_records(self._root)
+        runs = backend_of(self._root).open_records()
         try:
             while not stop.is_set():
                 try:
@@ -361,7 +362,7 @@ class Deployment:
 
         The run as it is then.
         """
-        runs = open_root_records(self._root)
+        runs = backend_of(self._root).open_records()
         try:
             record = await RunRecord.open(runs, run_id)
             is_others = as_seen(record.run).status is RunStatus.ACTIVE and record.run.pid != os.getpid()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from turnmill import assets
-from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.config import Config, from_dict
 from turnmill.environment import load
 from turnmill.errors import InvalidInput
@@ -23,6 +22,7 @@ from turnmill.records import Purpose, Run
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_validated
 
@@ -100,7 +100,7 @@ async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) ->
     """Has the run's blobs and nothing else."""
     from turnmill.wiring.running.preflight import run_preflight
 
-    ports = open_run(root, run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
         await run_preflight(ports.blobs, name, stop=stop)
     finally:
@@ -109,13 +109,13 @@ async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) ->
 
 @asynccontextmanager
 async def _opened(root: Path, run_id: str) -> AsyncIterator[tuple[Run, Config, RunPorts]]:
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         run = await load_run(runs, run_id)
     finally:
         runs.close()
     config = from_dict(run.config)
-    ports = open_run(root, run_id, num_replicas=config.generation_replicas)
+    ports = backend_of(root).open_run(run_id, num_replicas=config.generation_replicas)
     try:
         yield run, config, ports
     finally:

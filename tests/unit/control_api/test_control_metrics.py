@@ -13,12 +13,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.control_api.conftest import made_run, made_sample, play, served, store
-from turnmill.backends.embedded import look_at_samples, open_root_records, open_run
+from turnmill.backends.embedded import open_root_records, open_run
 from turnmill.backends.embedded.restarts import note_restart
 from turnmill.control_api.exposition import MOST_OPEN, NUM_ENDED, Exposition
 from turnmill.control_api.sparing import Sparing
 from turnmill.ports import Message, Write
 from turnmill.records import Alert, AlertKind, Cause, Purpose, RunStatus, SampleState, Severity, encode
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import began
 
 LIVING: dict[str, Any] = {"pid": os.getpid(), "pid_began": began(os.getpid())}
@@ -92,7 +93,7 @@ async def test_figures_of_a_run_are_those_of_its_records(tmp_path: Path) -> None
     assert found.value("turnmill_run_rollouts_total", run="one", outcome="invalid") == 2
     assert found.value("turnmill_run_stage", run="one", stage="SubmitTraining", state="running") == 1
     assert found.value("turnmill_run_stage_seconds", run="one", stage="SubmitTraining") >= 7
-    for (purpose, sample_state), number in look_at_samples(tmp_path, "one").items():
+    for (purpose, sample_state), number in backend_of(tmp_path).reader("one").samples().items():
         assert found.value("turnmill_run_samples", run="one", purpose=purpose, state=sample_state) == number
     assert found.value("turnmill_run_samples", run="one", purpose="train", state="trained") == 5
     assert found.value("turnmill_run_role_restarts_total", run="one", role="replica-0") == 2
@@ -203,7 +204,7 @@ async def test_counted_samples_are_those_of_each_purpose(tmp_path: Path) -> None
     made = [made_sample("one", f"s{index}", SampleState.REPORTED, Purpose.EVAL) for index in range(3)]
     made.append(made_sample("one", "s", SampleState.REPORTED))
     await ports.records.write([Write(key=item.key, value=encode(item), expected=0) for item in made])
-    assert look_at_samples(tmp_path, "one") == {
+    assert backend_of(tmp_path).reader("one").samples() == {
         (Purpose.EVAL, SampleState.REPORTED): 3,
         (Purpose.TRAIN, SampleState.REPORTED): 1,
     }

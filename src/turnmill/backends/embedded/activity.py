@@ -5,14 +5,12 @@ The figures of calls and samples are cheap however long the run is: the newest c
 
 import sqlite3
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from turnmill.backends.embedded.counts import count
 from turnmill.backends.embedded.looking import look
-from turnmill.ports import QueueCounts, Stored
+from turnmill.ports import BatchActivity, CallActivity, QueueActivity, QueueCounts, SampleActivity, Stored
 
 # A message that was received that often was given up or left behind by as many consumers: two may be an accident.
 OFTEN = 3
@@ -33,46 +31,6 @@ _LAST_BATCHES = (
     f"SELECT max(rowid), sum(version), total(json_extract({_TEXT}, '$.state') = 'recorded')"
     " FROM records WHERE rowid > (SELECT max(rowid) FROM records) - 16"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueueActivity:
-    """A queue's counts, and how its consumers treat it."""
-
-    counts: QueueCounts
-    # Seconds since a lease that holds was taken or renewed last; None where nothing is leased.
-    renewed_ago_s: float | None = None
-    # Group and number of receives of the message that was received most often, leased ones included.
-    most_received: tuple[str, int] | None = None
-    # Messages that were received at least `OFTEN` times.
-    num_often: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleActivity:
-    """The samples that were asked for last."""
-
-    by_state: Mapping[str, int] = field(default_factory=dict)
-    num_rewarded: int = 0
-    invalid: Stored | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallActivity:
-    """The newest call that is recorded."""
-
-    row: int = 0
-    created_at: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchActivity:
-    """The batches that were recorded last."""
-
-    row: int = 0
-    num_writes: int = 0
-    # One of them is recorded and not applied.
-    has_recorded: bool = False
 
 
 def look_at_queue(path: Path) -> QueueActivity:

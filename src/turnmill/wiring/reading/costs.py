@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from turnmill.backends.embedded import only_one, open_run
+from turnmill.backends.embedded import only_one
 from turnmill.budget import (
     PARAMETERS,
     Breach,
@@ -37,6 +37,7 @@ from turnmill.config import Config, Resolved, from_dict, to_dict
 from turnmill.config.deployment import FILE, load_limits
 from turnmill.errors import BackendUnavailable, BudgetUsedUp, Conflict, InvalidInput, TurnmillError
 from turnmill.records import Metric, Run, RunClock, RunKind, RunStatus, TrainingStatus, decode, training_key
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import list_runs, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ async def within_day(root: Path, run: Run, resolved: Resolved) -> Resolved:
 
 async def _earlier_clocks(root: Path, run: Run) -> list[RunClock]:
     """Of the attempts that began before this day."""
-    ports = open_run(root, run.run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run.run_id, num_replicas=0)
     try:
         return [clock for clock in await clocks(ports.records, run.run_id) if clock.began_at < _today()]
     finally:
@@ -205,7 +206,7 @@ async def _promised_today(root: Path, run_id: str) -> float:
 
 async def cost_of(root: Path, run: Run) -> RunCost:
     """What a run has used so far."""
-    ports = open_run(root, run.run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run.run_id, num_replicas=0)
     try:
         of_attempts = await clocks(ports.records, run.run_id)
         return RunCost(run=run, spent=await spent_by(ports.records, run), stage_hours=stage_hours(run, of_attempts))
@@ -230,7 +231,7 @@ async def used_up_by(root: Path, run: Run, *, from_step: int | None = None) -> B
 
     `from_step`: it is to go on after this step, and not where it is.
     """
-    ports = open_run(root, run.run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run.run_id, num_replicas=0)
     try:
         spent = await spent_by(ports.records, run)
         (stored,) = await ports.records.get([training_key(run.run_id)])

@@ -16,16 +16,9 @@ from typing import Any
 import msgspec
 
 from turnmill.alerts import Feed
-from turnmill.backends.embedded import (
-    look_at_dead_letters,
-    look_at_root_records,
-    look_at_run_records,
-    open_quarantine,
-    open_root_records,
-    open_run,
-)
+from turnmill.backends.embedded import open_quarantine
 from turnmill.errors import InvalidInput, NotFound
-from turnmill.ports import DeadLetter, Queue, RunPorts, Write
+from turnmill.ports import GENERATE_REQUEST, DeadLetter, Queue, RunPorts, Write, queue_names
 from turnmill.records import (
     DELIVERY_DEAD_LETTER_PREFIX,
     TRIGGER_DEAD_LETTER_PREFIX,
@@ -40,6 +33,7 @@ from turnmill.records import (
     digest_of,
     encode,
 )
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.running.redriving import redrive_sample
 
@@ -110,7 +104,7 @@ def choose_letter(letters: Sequence[Letter], letter_id: str) -> Letter:
 
 
 def _triggers(root: Path) -> list[Letter]:
-    found = [decode(item.value, DeadTrigger) for item in look_at_root_records(root, TRIGGER_DEAD_LETTER_PREFIX)]
+    found = [decode(item.value, DeadTrigger) for item in backend_of(root).look_at_records(TRIGGER_DEAD_LETTER_PREFIX)]
     return [
         Letter(
             letter_id=f"{LetterKind.TRIGGER}/{dead.name}",
@@ -135,7 +129,7 @@ def _triggers(root: Path) -> list[Letter]:
 
 def _rollouts(root: Path, run: Run) -> list[Letter]:
     prefix = dead_letter_key(run.run_id, "")
-    found = [decode(item.value, DeadSample) for item in look_at_run_records(root, run.run_id, prefix, limit=-1)]
+    found = [decode(item.value, DeadSample) for item in backend_of(root).reader(run.run_id).records(prefix, limit=-1)]
     return [
         Letter(
             letter_id=f"{LetterKind.ROLLOUT}/{run.run_id}/{dead.purpose}/{dead.sample_id}",
@@ -155,11 +149,12 @@ def _rollouts(root: Path, run: Run) -> list[Letter]:
 def _weights_of(root: Path, dead: DeadSample) -> str:
     """The version that its last recorded call was sampled by; "" where none was."""
     prefix = call_prefix(dead.run_id, dead.purpose, dead.sample_id)
-    calls = [decode(item.value, Call) for item in look_at_run_records(root, dead.run_id, prefix, limit=-1)]
+    calls = [decode(item.value, Call) for item in backend_of(root).reader(dead.run_id).records(prefix, limit=-1)]
     return max(calls, key=lambda call: call.created_at).version if calls else ""
 
 
 def _messages(root: Path, run: Run) -> list[Letter]:
+    reader = backend_of(root).reader(run.run_id)
     num_replicas = int(run.config.get("generation_replicas", 1))
     return [
         Letter(
@@ -174,8 +169,8 @@ def _messages(root: Path, run: Run) -> list[Letter]:
             stored=dead,
             queue=name,
         )
-        for name, letters in look_at_dead_letters(root, run.run_id, num_replicas=num_replicas).items()
-        for dead in letters
+        for name in queue_names(num_replicas)
+        for dead in reader.dead_letters(name)
     ]
 
 
@@ -188,7 +183,7 @@ def _readable(body: bytes) -> Any:
 
 
 def _deliveries(root: Path) -> list[Letter]:
-    found = [decode(item.value, DeadDelivery) for item in look_at_root_records(root, DELIVERY_DEAD_LETTER_PREFIX)]
+    found = [decode(item.value, DeadDelivery) for item in backend_of(root).look_at_records(DELIVERY_DEAD_LETTER_PREFIX)]
     return [
         Letter(
             letter_id=f"{LetterKind.DELIVERY}/{dead.alert.alert_id}.{dead.channel}.{dead.action}",
@@ -227,7 +222,7 @@ async def redrive(root: Path, letter: Letter) -> str:
         case DeadDelivery():
             return await _redrive_delivery(root, letter.stored)
         case DeadSample():
-            ports = open_run(root, letter.stored.run_id, num_replicas=0)
+            ports = backend_of(root).open_run(letter.stored.run_id, num_replicas=0)
             try:
                 await redrive_sample(ports, letter.stored)
             finally:
@@ -247,7 +242,7 @@ async def _redrive_trigger(root: Path, dead: DeadTrigger) -> str:
 
 
 async def _redrive_delivery(root: Path, dead: DeadDelivery) -> str:
-    records = open_root_records(root)
+    records = backend_of(root).open_records()
     try:
         await Feed(records).redrive(dead)
     finally:
@@ -258,8 +253,8 @@ async def _redrive_delivery(root: Path, dead: DeadDelivery) -> str:
 async def _with_queue(root: Path, letter: Letter, act: Callable[[Queue, str], Any]) -> None:
     """Do something with the dead letter of a queue; raises `NotFound` where it is gone."""
     assert letter.run_id is not None and letter.queue is not None and isinstance(letter.stored, DeadLetter)
-    index = letter.queue.removeprefix("generate_request-")
-    ports = open_run(root, letter.run_id, num_replicas=int(index) + 1 if index.isdecimal() else 0)
+    index = letter.queue.removeprefix(f"{GENERATE_REQUEST}-")
+    ports = backend_of(root).open_run(letter.run_id, num_replicas=int(index) + 1 if index.isdecimal() else 0)
     try:
         if not await act(_queues(ports)[letter.queue], letter.stored.letter_id):
             raise NotFound(f"the dead letter {letter.letter_id} is gone: somebody else redrove or purged it")
@@ -268,7 +263,7 @@ async def _with_queue(root: Path, letter: Letter, act: Callable[[Queue, str], An
 
 
 def _queues(ports: RunPorts) -> dict[str, Queue]:
-    replicas = {f"generate_request-{index}": queue for index, queue in enumerate(ports.generate_request)}
+    replicas = {f"{GENERATE_REQUEST}-{index}": queue for index, queue in enumerate(ports.generate_request)}
     return {
         "rollout_request": ports.rollout_request,
         "rollout_response": ports.rollout_response,
@@ -291,7 +286,7 @@ async def purge(root: Path, letter: Letter) -> None:
         case DeadDelivery():
             await _remove(root, letter.stored.key)
         case DeadSample():
-            ports = open_run(root, letter.stored.run_id, num_replicas=0)
+            ports = backend_of(root).open_run(letter.stored.run_id, num_replicas=0)
             try:
                 await ports.records.write([Write(key=letter.stored.key, value=None, expected=None)])
             finally:
@@ -301,7 +296,7 @@ async def purge(root: Path, letter: Letter) -> None:
 
 
 async def _remove(root: Path, key: str) -> None:
-    records = open_root_records(root)
+    records = backend_of(root).open_records()
     try:
         await records.write([Write(key=key, value=None, expected=None)])
     finally:

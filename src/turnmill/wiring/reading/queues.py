@@ -1,6 +1,6 @@
 """What lies in the queues of a run, for everybody who only looks: nothing is changed, locked or held up.
 
-Needs no process of the run: the files say it all, while others write them and after the run has ended.
+Needs no process of the run: its queues say it all, while others use them and after the run has ended.
 """
 
 import time
@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from turnmill.backends.embedded import look_at_queues
 from turnmill.errors import InvalidInput, NotFound
-from turnmill.ports import QueueCounts
+from turnmill.ports import GENERATE_REQUEST, QueueCounts, queue_names
 from turnmill.records import Run, RunStatus
-
-GENERATE_REQUEST = "generate_request"
+from turnmill.wiring.backend import backend_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,8 @@ def read_queues(root: Path, run: Run) -> Reading:
     """The four queues by name; those of all replicas are one, with its parts. Raises `BackendUnavailable`."""
     num_replicas = int(run.config.get("generation_replicas", 1))
     at_s = time.monotonic()
-    counts = look_at_queues(root, run.run_id, num_replicas=num_replicas)
+    reader = backend_of(root).reader(run.run_id)
+    counts = {name: reader.counts(name) for name in queue_names(num_replicas)}
     replicas = [_status(counts.pop(f"{GENERATE_REQUEST}-{index}")) for index in range(num_replicas)]
     found = {name: _status(each) for name, each in counts.items()}
     found[GENERATE_REQUEST] = _together(replicas)

@@ -7,14 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from turnmill.backends.embedded import (
-    look_at_metrics,
-    look_at_root_records,
-    look_at_run_records,
-    open_root_records,
-    open_run,
-    process_lives,
-)
+from turnmill.backends.embedded import process_lives
 from turnmill.errors import NotFound, TurnmillError
 from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.engine import load_run
@@ -32,6 +25,7 @@ from turnmill.records import (
     run_key,
     training_key,
 )
+from turnmill.wiring.backend import backend_of
 
 FOLLOW_INTERVAL_S = 0.5
 # Reading may take this share of the time, however long a run's history is: control has conversations to serve.
@@ -69,38 +63,27 @@ def _lives(pid: int, since: int | None) -> bool:
 
 def look_at_runs(root: Path) -> list[Run]:
     """All runs of a deployment, oldest first; reads as one who leaves no trace and waits for nobody."""
-    found = [as_seen(decode(item.value, Run)) for item in look_at_root_records(root, RUN_PREFIX)]
+    found = [as_seen(decode(item.value, Run)) for item in backend_of(root).look_at_records(RUN_PREFIX)]
     return sorted(found, key=lambda run: run.created_at)
 
 
 def look_at_run(root: Path, run_id: str) -> Run:
     """As `look_at_runs`; raises `NotFound`."""
-    for item in look_at_root_records(root, run_key(run_id)):
+    for item in backend_of(root).look_at_records(run_key(run_id)):
         if item.key == run_key(run_id):
             return as_seen(decode(item.value, Run))
     raise NotFound(f"there is no run {run_id!r}")
 
 
 async def list_runs(root: Path) -> list[Run]:
-    """All runs of a deployment, oldest first."""
-    if not (root / "records").is_dir():
-        return []
-    found: list[Run] = []
-    runs = open_root_records(root)
-    try:
-        page = await runs.scan(RUN_PREFIX)
-        while page:
-            found += [as_seen(decode(item.value, Run)) for item in page]
-            page = await runs.scan(RUN_PREFIX, after=page[-1].key)
-    finally:
-        runs.close()
-    return sorted(found, key=lambda run: run.created_at)
+    """As `look_at_runs`, for code on an event loop."""
+    return await asyncio.to_thread(look_at_runs, root)
 
 
 def look_at_steps(root: Path, run_id: str) -> list[Metric]:
     """As `read_metrics`, as one who leaves no trace and waits for nobody."""
     status = look_at_training(root, run_id)
-    found = look_at_metrics(root, run_id)
+    found = backend_of(root).reader(run_id).metrics()
     return found if status is None else [metric for metric in found if metric.step <= status.step]
 
 
@@ -113,37 +96,28 @@ def listed_steps(root: Path, run_id: str) -> tuple[list[Metric], str | None]:
 
 
 class SeenSteps:
-    """`look_at_steps` again and again: the files are only read when one of them was written to."""
+    """`look_at_steps` again and again: they are only read when one may have been written."""
 
     def __init__(self, root: Path, run_id: str) -> None:
         self._root = root
         self._run_id = run_id
-        self._seen: tuple[object, ...] | None = None
+        self._activity = backend_of(root).activity(run_id)
+        self._seen: object = None
         self._metrics: list[Metric] = []
 
     def look(self) -> list[Metric]:
         """The metrics of the run by step, as they are now."""
-        folder = self._root / "runs" / self._run_id
         # Before reading: what is written meanwhile is read the next time.
-        seen = tuple(map(_mark_of, (folder / "metrics.jsonl", *sorted((folder / "records").glob("training.db*")))))
+        seen = self._activity.steps_mark()
         if seen != self._seen:
             self._metrics = look_at_steps(self._root, self._run_id)
             self._seen = seen
         return self._metrics
 
 
-def _mark_of(path: Path) -> tuple[str, int, int] | None:
-    """Another one when the file was written to; None where there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return path.name, status.st_mtime_ns, status.st_size
-
-
 def look_at_training(root: Path, run_id: str) -> TrainingStatus | None:
     """What the trainer of a run says of itself; None before there was one."""
-    for item in look_at_run_records(root, run_id, training_key(run_id), limit=1):
+    for item in backend_of(root).reader(run_id).records(training_key(run_id), limit=1):
         if item.key == training_key(run_id):
             return decode(item.value, TrainingStatus)
     return None
@@ -151,7 +125,7 @@ def look_at_training(root: Path, run_id: str) -> TrainingStatus | None:
 
 async def read_metrics(root: Path, run_id: str) -> list[Metric]:
     """The metrics of a run by step."""
-    ports = open_run(root, run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
         return await metrics_so_far(ports, run_id)
     finally:
@@ -160,7 +134,7 @@ async def read_metrics(root: Path, run_id: str) -> list[Metric]:
 
 async def read_baseline(root: Path, run_id: str) -> Baseline | None:
     """The baseline that was played last, None where none was."""
-    ports = open_run(root, run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
         (stored,) = await ports.records.get([baseline_key(run_id)])
         return decode(stored.value, Baseline) if stored else None
@@ -188,7 +162,7 @@ async def follow(
     The last pair is how it ended. Raises `NotFound`.
     """
     ended = ended or asyncio.Event()
-    ports = open_run(root, run_id, num_replicas=0)
+    ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
         while True:
             last, before = ended.is_set(), time.monotonic()

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from turnmill.backends.embedded import open_root_records
 from turnmill.errors import BackendUnavailable, Conflict, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunStatus, cancel_key, encode
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import as_seen, until_left
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ async def heed(root: Path, run_id: str) -> Run | None:
 
     None where nobody asked: the run may go on.
     """
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         (wish,) = await runs.get([cancel_key(run_id)])
     finally:
@@ -114,7 +114,7 @@ async def ask(root: Path, run_id: str) -> Run:
 
     Raises `NotFound`, and `InvalidInput` for a run that has ended.
     """
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         while True:
             record = await RunRecord.open(runs, run_id)

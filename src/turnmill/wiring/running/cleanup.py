@@ -20,9 +20,7 @@ from turnmill.backends.embedded import (
     RunProcess,
     disk,
     end,
-    look_at_root_records,
     only_one,
-    open_root_records,
     process_of,
     processes_of,
     remove_abandoned,
@@ -44,6 +42,7 @@ from turnmill.records import (
     run_key,
     trigger_dead_letter_key,
 )
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_run, until_ended
 from turnmill.wiring.running.cancelling import ask
 from turnmill.wiring.running.cleanup_plan import (
@@ -215,7 +214,7 @@ async def _forget_content(root: Path, run: Run, *, models: bool) -> None:
     writes = [
         # Not if another run takes it over in this moment.
         Write(key=item.key, value=None, expected=item.version)
-        for item in look_at_root_records(root, claim_key(""))
+        for item in backend_of(root).look_at_records(claim_key(""))
         if decode(item.value, Claim).run_id == run.run_id
     ]
     cause = cause_of(root, run)
@@ -225,7 +224,7 @@ async def _forget_content(root: Path, run: Run, *, models: bool) -> None:
     if models:
         writes += [
             Write(key=item.key, value=None, expected=item.version)
-            for item in look_at_root_records(root, LATEST_MODEL_PREFIX)
+            for item in backend_of(root).look_at_records(LATEST_MODEL_PREFIX)
             if decode(item.value, LatestModel).run_id == run.run_id
         ]
     await _write(root, writes)
@@ -238,7 +237,7 @@ async def _forget_run(root: Path, run_id: str) -> None:
 
 
 async def _write(root: Path, writes: Sequence[Write]) -> None:
-    records: RecordStore = (store := open_root_records(root))
+    records: RecordStore = (store := backend_of(root).open_records())
     try:
         await records.write(writes)
     finally:
@@ -288,7 +287,7 @@ def what_remains(plan: Plan, *, retain_data: bool) -> Remains:
         folders.append(run_folder(plan.root, plan.run_id))
     files = {entry.path for folder in folders for entry in files_below(folder)}
     files |= {str(folder) for folder in folders if folder.exists()}
-    records = look_at_root_records(plan.root, run_key(plan.run_id or ""))
+    records = backend_of(plan.root).look_at_records(run_key(plan.run_id or ""))
     return Remains(
         processes=tuple(f"{one.name} (pid {one.pid})" for one in processes.values()),
         ports=tuple(sorted(ports)),

@@ -10,17 +10,10 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnmill.backends.embedded import (
-    RunProcess,
-    disk,
-    holder_of,
-    look_at_root_records,
-    open_bucket,
-    process_of,
-    processes_of,
-)
+from turnmill.backends.embedded import RunProcess, disk, holder_of, open_bucket, process_of, processes_of
 from turnmill.errors import NotFound
 from turnmill.records import Cause, Run, RunStatus, cause_key, decode
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_runs
 
 # Parts of a run's folder by what they are; whatever else lies there is removed with it.
@@ -151,7 +144,7 @@ def _processes(root: Path, run_id: str | None, runs: Sequence[Run]) -> tuple[Run
 def cause_of(root: Path, run: Run) -> Cause | None:
     """The record of the upload that a run is made of."""
     key = cause_key(open_bucket(root).name, run.cause)
-    found = [item for item in look_at_root_records(root, key) if item.key == key]
+    found = [item for item in backend_of(root).look_at_records(key) if item.key == key]
     return decode(found[0].value, Cause) if found else None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from turnmill import assets
 from turnmill.alerts import Dispatcher
-from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
+from turnmill.backends.embedded import ProcessLauncher
 from turnmill.budget import Meter
 from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.values import suggest
@@ -38,6 +38,7 @@ from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus, Task
 from turnmill.wiring import variables
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.costs import admission
 from turnmill.wiring.reading.runs import as_seen, began
 from turnmill.wiring.running.cancelling import cancellable
@@ -148,7 +149,7 @@ async def execute(
     async with AsyncExitStack() as letting_in:
         run = await letting_in.enter_async_context(admission(root, run))
         config = from_dict(run.config)
-        runs = open_root_records(root)
+        runs = backend_of(root).open_records()
         try:
             async with cancellable(runs, run.run_id, cancel, RunStatus.CANCELLED) as why:
                 record = await RunRecord.create(runs, run)
@@ -167,7 +168,7 @@ async def begin(
 
     Raises `Conflict` when somebody else has begun it, or does so at the same moment.
     """
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         record = await RunRecord.open(runs, run_id)
         if (status := as_seen(record.run).status) not in (RunStatus.QUEUED, RunStatus.INTERRUPTED):
@@ -221,7 +222,7 @@ def hash_of(token: str) -> str:
 @asynccontextmanager
 async def open_control(root: Path, run: Run, config: Config, token: str) -> AsyncIterator[StageContext]:
     """The parts of a control process, for the stages of its run; all are closed in reverse."""
-    ports = open_run(root, run.run_id, num_replicas=config.generation_replicas)
+    ports = backend_of(root).open_run(run.run_id, num_replicas=config.generation_replicas)
     launcher = ProcessLauncher(root)
     meter = Meter(ports.records, run, root=root)
     evaluations = BackgroundEvaluations(partial(play, ports, run, config, meter))

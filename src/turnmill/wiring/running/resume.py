@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher
-from turnmill.backends.embedded import open_root_records, open_run, wait_until_gone
+from turnmill.backends.embedded import wait_until_gone
 from turnmill.budget import raised
 from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_limits
@@ -23,6 +23,7 @@ from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RunPorts, Write
 from turnmill.records import BatchState, Purpose, Run, RunKind, RunStatus, replica_key, worker_key
 from turnmill.training.history import live_batches, scan_all, settle, supersede
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.costs import used_up_by, within_day
 from turnmill.wiring.reading.runs import as_seen, began
 from turnmill.wiring.running.cancelling import cancellable
@@ -52,7 +53,7 @@ async def resume(
     `when_cancelled`: its status when `cancel` is set. `alarms`: see `walk_monitored`. `budgets`: parameters of
     `budget.PARAMETERS`, higher than before.
     """
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         record = await RunRecord.open(runs, run_id)
         run = record.run
@@ -80,7 +81,7 @@ async def _take_over(
 ) -> str:
     """Make the run this process's own, rid of what earlier ones left; the token of its workers."""
     run_id = record.run.run_id
-    ports = open_run(root, run_id, num_replicas=resolved.config.generation_replicas)
+    ports = backend_of(root).open_run(run_id, num_replicas=resolved.config.generation_replicas)
     try:
         await _check_step(ports, run_id, from_step)
         await _wait_for_orphans(root, run_id, cancel)

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from turnmill.backends.embedded import open_root_records, replacing
+from turnmill.backends.embedded import replacing
 from turnmill.config import Resolved, from_dict, to_dict
 from turnmill.errors import Conflict, DataError, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
 from turnmill.records import RetryClaim, Run, RunKind, RunStatus, decode, encode, queued_key, retry_key, run_key
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.costs import admitted
 from turnmill.wiring.reading.runs import as_seen
 from turnmill.wiring.running.control import Order, Origin, check_order, new_run_id, resolve, with_absolute_model
@@ -95,7 +96,7 @@ async def claim(root: Path, run: Run, order: Order) -> Retry:
     or the deployment's ceilings would not let begin."""
     resolved = order.resolved
     await admitted(root, replace(run, run_id="", config=to_dict(resolved.config), sources=resolved.sources))
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         claimed = await _claim(runs, run.run_id)
         # Told on both sides: the new one says so when it is made.
@@ -167,7 +168,7 @@ async def queue(root: Path, retry: Retry) -> Run:
         data_path=str(copied[retry.order.data]) if retry.order.data else None,
         eval_path=str(copied[retry.order.eval_data]) if retry.order.eval_data else None,
     )
-    runs = open_root_records(root)
+    runs = backend_of(root).open_records()
     try:
         record = await RunRecord.create(runs, again)
         await runs.write([Write(key=queued_key(again.run_id), value=b"", expected=None)])

@@ -8,10 +8,11 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, open_channels, secrets_of
-from turnmill.backends.embedded import look_at_root_records, only_one, open_root_records
+from turnmill.backends.embedded import only_one
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ async def open_alarms(root: Path) -> AsyncIterator[Dispatcher]:
     Of the processes of a deployment one delivers: the first one, and when that has ended another. The others record.
     """
     settings = load_deployment(root, os.environ).alerts
-    records = open_root_records(root)
+    records = backend_of(root).open_records()
     redactor = Redactor([*secrets_of(settings)])
     dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=redactor, command=command(root, "alerts"))
     # Released in reverse: the turn, when nothing is delivered any more, then the records.
@@ -125,5 +126,5 @@ def upload_ignored(root: Path, upload: Upload) -> Alert:
 
 def look_at_alerts(root: Path, run_id: str | None = None) -> list[Alert]:
     """Alerts of one run or of all, oldest first; leaves no trace."""
-    found = [decode(item.value, Alert) for item in look_at_root_records(root, ALERT_PREFIX)]
+    found = [decode(item.value, Alert) for item in backend_of(root).look_at_records(ALERT_PREFIX)]
     return [alert for alert in found if run_id in (None, alert.run_id)]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from turnmill.backends.embedded import log_tail, look_at_run_records
+from turnmill.backends.embedded import log_tail
 from turnmill.errors import BackendUnavailable
 from turnmill.records import Purpose, SampleState, decode, sample_prefix
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.logs import matches
 
 # Of the log of each role that is shown.
@@ -58,7 +59,7 @@ def _ended(root: Path, run_id: str, purpose: Purpose) -> list[tuple[str, _Ended]
     prefix = sample_prefix(run_id, purpose)
     while len(found) < _MOST_SAMPLES:
         after = found[-1][0] if found else ""
-        page = look_at_run_records(root, run_id, prefix, after=after, limit=_PAGE)
+        page = backend_of(root).reader(run_id).records(prefix, after=after, limit=_PAGE)
         found += [(one.key, decode(one.value, _Ended)) for one in page]
         if len(page) < _PAGE:
             break

@@ -14,24 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from turnmill.backends.embedded import (
-    BatchActivity,
-    CallActivity,
-    ProcessInfo,
-    QueueActivity,
-    SampleActivity,
-    holder_of,
-    log_tail,
-    look_at_batches,
-    look_at_calls,
-    look_at_pointer,
-    look_at_queue,
-    look_at_recent_samples,
-    look_at_run_records,
-    process_info,
-    queue_files,
-    role_processes,
-)
+from turnmill.backends.embedded import ProcessInfo, holder_of, log_tail, look_at_pointer, process_info, role_processes
 from turnmill.config import from_dict
 from turnmill.errors import BackendUnavailable, RecordCorrupt
 from turnmill.health.progress import COMPUTING_CORES, Fingerprint, stall_after
@@ -46,7 +29,7 @@ from turnmill.health.snapshot import (
     Troubled,
     running_stage,
 )
-from turnmill.ports import QueueCounts, Stored
+from turnmill.ports import BatchActivity, CallActivity, QueueActivity, QueueCounts, SampleActivity, Stored, queue_names
 from turnmill.records import (
     Baseline,
     ReplicaStatus,
@@ -61,6 +44,7 @@ from turnmill.records import (
     replica_key,
     training_key,
 )
+from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_run
 
 T = TypeVar("T")
@@ -74,7 +58,7 @@ _WAITING_STAGES = ("StartGeneration", "StartRewardWorkers", "SubmitTraining", "E
 
 @dataclass(frozen=True, kw_only=True)
 class _Stores:
-    """What a run's files say at one look."""
+    """What a run's stores say at one look."""
 
     run: Run
     queues: Mapping[str, QueueActivity]
@@ -114,6 +98,9 @@ class Examiner:
         self._run_id = run_id
         self._folder = self._root / "runs" / run_id
         self._window_s = window_s
+        backend = backend_of(self._root)
+        self._reader = backend.reader(run_id)
+        self._activity = backend.activity(run_id)
         # By pid, as seen earlier, oldest first.
         self._before: dict[int, list[ProcessInfo]] = {}
 
@@ -160,7 +147,7 @@ class Examiner:
 
     def _stores(self) -> _Stores:
         run = look_at_run(self._root, self._run_id)
-        records, unreadable = self._folder / "records", list[str]()
+        unreadable = list[str]()
 
         def read(look: Callable[[], T], otherwise: T) -> T:
             try:
@@ -170,26 +157,26 @@ class Examiner:
                 return otherwise
 
         def stored(prefix: str) -> list[Stored]:
-            return read(lambda: look_at_run_records(self._root, self._run_id, prefix, limit=-1), [])
+            return read(lambda: self._reader.records(prefix, limit=-1), [])
 
         def decoded(items: Iterable[Stored], kind: type[T]) -> list[T]:
             return [found for item in items if (found := read(partial(_decoded, item, kind), None)) is not None]
 
         training = stored(training_key(self._run_id))
-        samples = read(lambda: look_at_recent_samples(records / "samples.db"), SampleActivity())
-        files = queue_files(self._root, self._run_id, num_replicas=from_dict(run.config).generation_replicas)
+        samples = read(self._activity.samples, SampleActivity())
+        queues = queue_names(from_dict(run.config).generation_replicas)
         replicas = decoded(stored(replica_key(self._run_id, "")), ReplicaStatus)
         empty = QueueActivity(counts=QueueCounts(available=0, in_flight=0, delayed=0, dead=0, oldest_age_s=None))
         return _Stores(
             run=run,
-            queues={name: read(partial(look_at_queue, path), empty) for name, path in files.items()},
+            queues={name: read(partial(self._activity.queue, name), empty) for name in queues},
             samples=samples,
-            calls=read(lambda: look_at_calls(records / "calls.db"), CallActivity()),
+            calls=read(self._activity.calls, CallActivity()),
             replicas={status.replica: status for status in replicas},
             training=next(iter(decoded(training, TrainingStatus)), None),
             baseline=next(iter(decoded(stored(baseline_key(self._run_id)), Baseline)), None),
             invalid=next(iter(decoded([samples.invalid] if samples.invalid else [], SampleRecord)), None),
-            batches=read(lambda: look_at_batches(records / "batches.db"), BatchActivity()),
+            batches=read(self._activity.batches, BatchActivity()),
             num_training_writes=sum(item.version for item in training),
             pointer=read(lambda: look_at_pointer(self._folder / "weights"), None),
             unreadable=tuple(unreadable),
