@@ -33,6 +33,7 @@ from turnmill.ports.run import RunPorts
 from turnmill.ports.stores import (
     BlobInfo,
     BlobStore,
+    ListedBlob,
     ModelStore,
     RecordStore,
     Stored,
@@ -53,6 +54,7 @@ __all__ = [
     "DeadLetter",
     "Launcher",
     "Leased",
+    "ListedBlob",
     "Message",
     "MetricSink",
     "ModelStore",

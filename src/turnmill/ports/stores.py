@@ -22,18 +22,26 @@ class BlobInfo:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListedBlob:
+    """A stored blob in a list, which object stores make without the digests."""
+
+    key: str
+    size: int
+
+
 class BlobStore(Protocol):
     """Whole objects under slash-separated keys. A reader sees the old or the new content, never a part."""
 
     async def put(self, key: str, data: bytes) -> BlobInfo:
-        """Store or replace. Idempotent. Raises `InvalidInput` for a key with empty, `.` or `..` segments."""
+        """Store or replace. Idempotent. Raises `InvalidInput` for a key that `blob_keys.check_blob_key` refuses."""
         ...
 
     async def get(self, key: str) -> bytes:
         """The content; raises `NotFound`, or `RecordCorrupt` if it does not match its stored digest."""
         ...
 
-    async def list(self, prefix: str = "") -> list[BlobInfo]:
+    async def list(self, prefix: str = "") -> list[ListedBlob]:
         """All blobs whose key starts with `prefix`, by key."""
         ...
 
