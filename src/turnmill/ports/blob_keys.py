@@ -1,4 +1,4 @@
-"""Which keys a blob may have: what a file system, and an object store that puts a prefix of its own before, can hold."""
+"""Which keys a blob may have: what a file system holds, and an object store below a prefix of its own."""
 
 from turnmill.errors import InvalidInput
 
