@@ -133,6 +133,7 @@ def _text(name: str, value: object) -> str:
 
 def _numbers(name: str, value: object) -> list[float]:
     values = value if isinstance(value, list) else [value]
-    if len(values) > _MOST_VALUES or any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
+    numbers = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(numbers) != len(values) or len(values) > _MOST_VALUES:
         raise ValueError(f"metric {name!r} is neither a number nor an array of at most {_MOST_VALUES}")
-    return [float(one) for one in values]
+    return numbers

@@ -94,7 +94,7 @@ class Objects:
             content = path.read_bytes()
             self._with_client("put_object", partial(self._put_whole, key, content, bytes.fromhex(digest)))
         else:
-            self._with_client("upload", partial(self._put_parts, key, partial(path.open, "rb"), digest))
+            self._with_client("upload", partial(self._put_parts, key, lambda: path.open("rb"), digest))
 
     def create(self, key: str, data: bytes) -> bool:
         """Store where there is nothing; False where there is something.
