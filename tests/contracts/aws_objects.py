@@ -8,6 +8,7 @@ from typing import Any
 from tests.aws.emulator import REGION
 from turnmill.backends.aws.blobs import S3BlobStore
 from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.folders import S3FolderStore
 from turnmill.backends.aws.metrics import EmfMetricSink
 from turnmill.backends.aws.models import S3ModelStore
 from turnmill.backends.aws.settings import AwsSettings
@@ -37,6 +38,10 @@ def open_blobs(clients: AwsClients, folder: Path) -> S3BlobStore:
 
 def open_models(clients: AwsClients, folder: Path) -> S3ModelStore:
     return S3ModelStore(clients, bucket_of(clients, folder), "models/")
+
+
+def open_folders(clients: AwsClients, folder: Path) -> S3FolderStore:
+    return S3FolderStore(clients, bucket_of(clients, folder), "runs/run/checkpoints/")
 
 
 def open_metrics(clients: AwsClients, folder: Path, records: RecordStore) -> EmfMetricSink:

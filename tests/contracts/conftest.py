@@ -19,7 +19,17 @@ from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.backends.embedded.weights import FolderWeightStore
-from turnmill.ports import BlobStore, Launcher, MetricSink, ModelStore, Queue, RecordStore, RunPorts, WeightStore
+from turnmill.ports import (
+    BlobStore,
+    FolderStore,
+    Launcher,
+    MetricSink,
+    ModelStore,
+    Queue,
+    RecordStore,
+    RunPorts,
+    WeightStore,
+)
 
 # Suites that run on other backends, too, by the name of their file.
 SUITES: dict[str, list[str]] = {
@@ -27,6 +37,8 @@ SUITES: dict[str, list[str]] = {
     "test_metrics_contract": ["aws"],
     "test_models_contract": ["aws"],
 }
+# Suites of ports that only one backend needs: the folders of the embedded one last by themselves.
+AWS_ONLY = ("test_folders_contract",)
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
 PORT_CHILD = "tests.contracts.port_child"
 
@@ -35,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Suites ask for `backend`, mostly through the fixtures that open a port."""
     if "backend" in metafunc.fixturenames:
         suite = metafunc.module.__name__.rpartition(".")[2]
-        metafunc.parametrize("backend", ["embedded", *SUITES.get(suite, [])], scope="function")
+        backends = ["aws"] if suite in AWS_ONLY else ["embedded", *SUITES.get(suite, [])]
+        metafunc.parametrize("backend", backends, scope="function")
 
 
 @pytest.fixture
@@ -134,6 +147,12 @@ def open_models(backend: str, tmp_path: Path, request: pytest.FixtureRequest) ->
         clients = request.getfixturevalue("object_clients")
         return lambda: aws_objects.open_models(clients, tmp_path)
     return lambda: FolderModelStore(tmp_path / "models")
+
+
+@pytest.fixture
+def open_folders(backend: str, tmp_path: Path, object_clients: AwsClients) -> Callable[[], FolderStore]:
+    """Opens the same store each time, as another process would."""
+    return lambda: aws_objects.open_folders(object_clients, tmp_path)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from turnmill.ports.run import RunPorts
 from turnmill.ports.stores import (
     BlobInfo,
     BlobStore,
+    FolderStore,
     ListedBlob,
     ModelStore,
     RecordStore,
@@ -52,6 +53,7 @@ __all__ = [
     "CallActivity",
     "Count",
     "DeadLetter",
+    "FolderStore",
     "Launcher",
     "Leased",
     "ListedBlob",

@@ -124,6 +124,36 @@ class WeightStore(Protocol):
         ...
 
 
+# ---------------------------------------------------------------- folders
+
+
+class FolderStore(Protocol):
+    """Whole folders by name, each there completely or not at all; for what would be lost with a machine's own disk.
+
+    Names are single segments of a blob's key. Nobody else may write to a name meanwhile.
+    """
+
+    async def put(self, name: str, folder: Path) -> None:
+        """Store or replace; idempotent. Raises `NotFound` if the folder is not there, or is removed meanwhile."""
+        ...
+
+    async def names(self) -> list[str]:
+        """Of all folders that are there, sorted."""
+        ...
+
+    async def read(self, name: str, file: str) -> bytes:
+        """One file of a folder; raises `NotFound`, `RecordCorrupt`."""
+        ...
+
+    async def fetch(self, name: str, folder: Path) -> None:
+        """Write the files into the existing `folder`; raises `NotFound`, `RecordCorrupt` (some may be written then)."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Remove; removing what is not there is no error."""
+        ...
+
+
 # ---------------------------------------------------------------- models
 
 
