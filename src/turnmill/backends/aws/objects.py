@@ -10,7 +10,7 @@ it. All methods block; they are for a thread (`AwsClients.run`).
 | failure | who tries again |
 |---|---|
 | a request | as `clients` says |
-| the content of an answer breaks off | here, `_READ_TRIES` in all |
+| the content of an answer breaks off | here, `_READ_TRIES` in all; of a download to a file boto3, 5 in all |
 | 409: two conditional writes of one key met | here, `_CREATE_TRIES` in all |
 """
 
@@ -33,6 +33,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
+from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError, S3ValidationError
 
 from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.errors import BackendUnavailable, InvalidInput, NotFound, RecordCorrupt
@@ -196,7 +197,10 @@ class Objects:
 
     def _download(self, key: str, path: Path, client: Any) -> None:
         with path.open("wb") as file, _checked(self.uri(key)):
-            client.download_fileobj(self._bucket, self._prefix + key, file, Config=_TRANSFER)
+            try:
+                client.download_fileobj(self._bucket, self._prefix + key, file, Config=_TRANSFER)
+            except (RetriesExceededError, S3DownloadFailedError, S3ValidationError) as error:
+                raise BackendUnavailable(f"AWS s3 download failed: {self.uri(key)}: {error}") from error
 
     def _list(self, prefix: str, client: Any) -> list[Listed]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
