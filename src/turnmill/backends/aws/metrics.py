@@ -16,7 +16,7 @@ import msgspec
 from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.backends.aws.emf import Point, line_of, points_of
 from turnmill.errors import BackendUnavailable, InvalidInput, NotFound, RecordCorrupt
-from turnmill.ports import RecordStore, Write
+from turnmill.ports import RecordStore, Stored, Write
 from turnmill.records import Metric, decode, digest_of, encode, metric_key, metric_prefix
 
 _PAGE = 1000
@@ -54,11 +54,7 @@ class EmfMetricSink:
         after = ""
         while page := await self._records.scan(metric_prefix(run_id), after=after, limit=_PAGE):
             after = page[-1].key
-            for stored in page:
-                try:
-                    found.append(decode(stored.value, Metric))
-                except msgspec.DecodeError as error:
-                    raise RecordCorrupt(f"{stored.key} holds no metric: {error}") from error
+            found.extend(metric_of(stored) for stored in page)
         return found
 
     async def _put(self, run_id: str, line: bytes) -> None:
@@ -90,6 +86,14 @@ class EmfMetricSink:
         except Refused as error:
             if error.code != _EXISTS:
                 raise
+
+
+def metric_of(stored: Stored) -> Metric:
+    """What a record below `metric_prefix` holds; raises `RecordCorrupt`."""
+    try:
+        return decode(stored.value, Metric)
+    except msgspec.DecodeError as error:
+        raise RecordCorrupt(f"{stored.key} holds no metric: {error}") from error
 
 
 def stream_of(run_id: str) -> str:
