@@ -190,6 +190,19 @@ async def test_a_model_is_whole_at_its_location_and_what_lost_is_removed(
     assert (tmp_path / "fetched" / "tokenizer" / "vocab.json").read_bytes() == b"[]"
 
 
+async def test_a_model_that_can_not_be_written_to_disk_or_lacks_a_file_is_told(
+    clients: AwsClients, bucket: str, tmp_path: Path
+) -> None:
+    models = S3ModelStore(clients, bucket, "models/")
+    stored = await models.publish(MODEL, weights_in(tmp_path / "source"), {})
+    (tmp_path / "a file").touch()
+    with pytest.raises(BackendUnavailable, match="can't be written"):
+        await models.fetch(stored, tmp_path / "a file")
+    Objects(clients, bucket, "").delete(f"{stored.location.removeprefix(f's3://{bucket}/')}config.json")
+    with pytest.raises(RecordCorrupt, match=r"config\.json is missing"):
+        await models.fetch(stored, tmp_path / "fetched")
+
+
 async def test_a_damaged_file_or_manifest_of_a_model_is_refused(
     clients: AwsClients, bucket: str, tmp_path: Path
 ) -> None:

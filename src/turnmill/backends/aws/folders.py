@@ -136,13 +136,13 @@ def download(objects: Objects, place: str, files: Mapping[str, ModelFile], folde
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise RecordCorrupt(f"the manifest at {objects.uri(place)} names a file outside of it: {name!r}")
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             objects.get_file(place + name, path, file.sha256)
         except NotFound as error:
-            raise RecordCorrupt(
-                f"the manifest at {objects.uri(place)} names a file that is not there: {name!r}"
-            ) from error
+            raise RecordCorrupt(f"{objects.uri(place + name)} is missing, which the manifest names") from error
+        except OSError as error:
+            raise BackendUnavailable(f"{path} can't be written: {error}") from error
 
 
 def remove_others(objects: Objects, name: str, kept: str) -> None:
