@@ -9,26 +9,46 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts import aws_objects
+from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
 from turnmill.backends.embedded.metrics import JsonlMetricSink
+from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.backends.embedded.weights import FolderWeightStore
-from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, RunPorts, WeightStore
+from turnmill.ports import (
+    BlobStore,
+    FolderStore,
+    Launcher,
+    MetricSink,
+    ModelStore,
+    Queue,
+    RecordStore,
+    RunPorts,
+    WeightStore,
+)
 
 # Suites that run on other backends, too, by the name of their file.
-SUITES: dict[str, list[str]] = {}
+SUITES: dict[str, list[str]] = {
+    "test_blobs_contract": ["aws"],
+    "test_metrics_contract": ["aws"],
+    "test_models_contract": ["aws"],
+}
+# Suites of ports that only one backend needs: the folders of the embedded one last by themselves.
+AWS_ONLY = ("test_folders_contract",)
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
-PORT_CHILD = Path(__file__).with_name("port_child.py")
+PORT_CHILD = "tests.contracts.port_child"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Suites ask for `backend`, mostly through the fixtures that open a port."""
     if "backend" in metafunc.fixturenames:
         suite = metafunc.module.__name__.rpartition(".")[2]
-        metafunc.parametrize("backend", ["embedded", *SUITES.get(suite, [])], scope="function")
+        backends = ["aws"] if suite in AWS_ONLY else ["embedded", *SUITES.get(suite, [])]
+        metafunc.parametrize("backend", backends, scope="function")
 
 
 @pytest.fixture
@@ -36,7 +56,7 @@ def child(backend: str, tmp_path: Path) -> Callable[..., list[str]]:
     """The command of another process that works on the same ports: `child("increment", key, times)`."""
 
     def command(*arguments: object) -> list[str]:
-        return [sys.executable, str(PORT_CHILD), backend, str(tmp_path), *map(str, arguments)]
+        return [sys.executable, "-m", PORT_CHILD, backend, str(tmp_path), *map(str, arguments)]
 
     return command
 
@@ -105,8 +125,34 @@ def open_ports(backend: str, tmp_path: Path) -> Iterator[Callable[[], RunPorts]]
 
 
 @pytest.fixture
-def blobs(backend: str, tmp_path: Path) -> BlobStore:
+def object_clients(request: pytest.FixtureRequest) -> Iterator[AwsClients]:
+    """For what is kept in S3 and CloudWatch; asking for it starts the emulator."""
+    request.getfixturevalue("emulator")
+    clients = aws_objects.open_clients()
+    yield clients
+    clients.close()
+
+
+@pytest.fixture
+def blobs(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> BlobStore:
+    if backend == "aws":
+        return aws_objects.open_blobs(request.getfixturevalue("object_clients"), tmp_path)
     return FolderBlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def open_models(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], ModelStore]:
+    """Opens the same store each time, as another process would."""
+    if backend == "aws":
+        clients = request.getfixturevalue("object_clients")
+        return lambda: aws_objects.open_models(clients, tmp_path)
+    return lambda: FolderModelStore(tmp_path / "models")
+
+
+@pytest.fixture
+def open_folders(backend: str, tmp_path: Path, object_clients: AwsClients) -> Callable[[], FolderStore]:
+    """Opens the same store each time, as another process would."""
+    return lambda: aws_objects.open_folders(object_clients, tmp_path)
 
 
 @pytest.fixture
@@ -116,7 +162,11 @@ def open_weights(backend: str, tmp_path: Path) -> Callable[[], WeightStore]:
 
 
 @pytest.fixture
-def metrics(backend: str, tmp_path: Path) -> MetricSink:
+def metrics(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> MetricSink:
+    if backend == "aws":
+        # Any record store will do: what is shown here is the sink.
+        records: RecordStore = request.getfixturevalue("records")
+        return aws_objects.open_metrics(request.getfixturevalue("object_clients"), tmp_path, records)
     return JsonlMetricSink(tmp_path / "metrics.jsonl")
 
 

@@ -5,13 +5,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.contracts import aws_objects
+from tests.contracts.published import MODEL
 from turnmill.backends.embedded import open_run
+from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
-from turnmill.ports import Count, Message, Write
+from turnmill.ports import Count, Message, ModelStore, Write
 
 
 async def increment(folder: Path, key: str, times: str) -> None:
@@ -96,6 +100,19 @@ async def answer_forever(folder: Path, first: str) -> None:
         number += 1
 
 
+async def publish(folder: Path, backend: str, source: str, published_at: str, digest: str) -> None:
+    """Publish the folder `source` as the one version of a model; print when the standing one was published."""
+    model = replace(MODEL, published_at=float(published_at), digest=digest)
+    stored = await open_models(backend, folder).publish(model, Path(source), {"README.md": published_at.encode()})
+    print(stored.model.published_at)
+
+
+def open_models(backend: str, folder: Path) -> ModelStore:
+    if backend == "aws":
+        return aws_objects.open_models(aws_objects.open_clients(), folder)
+    return FolderModelStore(folder / "models")
+
+
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "increment": increment,
     "write_forever": write_forever,
@@ -110,6 +127,9 @@ VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
 
 def main() -> None:
     backend, folder, verb, *arguments = sys.argv[1:]
+    if verb == "publish":
+        asyncio.run(publish(Path(folder), backend, *arguments))
+        return
     assert backend == "embedded"
     asyncio.run(VERBS[verb](Path(folder), *arguments))
 

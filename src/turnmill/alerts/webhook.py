@@ -14,13 +14,10 @@ constant time (`verify` does both), drops an `alert_id` with an `event` that it 
 import hashlib
 import hmac
 import time
-from typing import Any
-
-import msgspec
 
 from turnmill.alerts.http import check_status, post_json
 from turnmill.errors import Unauthorized
-from turnmill.records import Alert, DeliveryAction, encode
+from turnmill.records import Alert, DeliveryAction, encode, told
 
 TIMESTAMP_HEADER = "X-Turnmill-Timestamp"
 SIGNATURE_HEADER = "X-Turnmill-Signature"
@@ -50,17 +47,10 @@ class WebhookChannel:
         await self._post(DeliveryAction.RESOLVE, alert)
 
     async def _post(self, event: DeliveryAction, alert: Alert) -> None:
-        body = payload(event, alert)
+        body = encode(told(event, alert))
         timestamp = str(int(time.time()))
         signed = {TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature(self._secret, timestamp, body)}
         check_status(await post_json(self._url, body, headers=signed, timeout_s=self._timeout_s), _OK)
-
-
-def payload(event: DeliveryAction, alert: Alert) -> bytes:
-    """The body: the alert without its deliveries, which are no receiver's business."""
-    shown: dict[str, Any] = msgspec.to_builtins(alert)
-    del shown["deliveries"]
-    return encode({"event": event, "alert": shown | {"dedup_key": alert.dedup_key}})
 
 
 def signature(secret: str, timestamp: str, body: bytes) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from turnmill.ports.processes import RunInfra
 from turnmill.ports.queues import Outbox, Queue
-from turnmill.ports.stores import BlobStore, ModelStore, RecordStore, WeightStore
+from turnmill.ports.stores import BlobStore, FolderStore, ModelStore, RecordStore, WeightStore
 from turnmill.ports.telling import MetricSink
 
 
@@ -32,3 +32,5 @@ class RunPorts:
     infra: RunInfra
     # Releases files, threads and wake-ups; idempotent.
     close: Callable[[], None]
+    # Where checkpoints are kept beside the trainer's own folder; None where that folder lasts.
+    checkpoints: FolderStore | None = None

@@ -22,18 +22,26 @@ class BlobInfo:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListedBlob:
+    """A stored blob in a list, which object stores make without the digests."""
+
+    key: str
+    size: int
+
+
 class BlobStore(Protocol):
     """Whole objects under slash-separated keys. A reader sees the old or the new content, never a part."""
 
     async def put(self, key: str, data: bytes) -> BlobInfo:
-        """Store or replace. Idempotent. Raises `InvalidInput` for a key with empty, `.` or `..` segments."""
+        """Store or replace. Idempotent. Raises `InvalidInput` for a key that `blob_keys.check_blob_key` refuses."""
         ...
 
     async def get(self, key: str) -> bytes:
         """The content; raises `NotFound`, or `RecordCorrupt` if it does not match its stored digest."""
         ...
 
-    async def list(self, prefix: str = "") -> list[BlobInfo]:
+    async def list(self, prefix: str = "") -> list[ListedBlob]:
         """All blobs whose key starts with `prefix`, by key."""
         ...
 
@@ -113,6 +121,36 @@ class WeightStore(Protocol):
 
     async def prune(self, keep: Sequence[Version]) -> None:
         """Delete all versions but `keep` and the current one."""
+        ...
+
+
+# ---------------------------------------------------------------- folders
+
+
+class FolderStore(Protocol):
+    """Whole folders by name, each there completely or not at all; for what would be lost with a machine's own disk.
+
+    Names are single segments of a blob's key. Nobody else may write to a name meanwhile.
+    """
+
+    async def put(self, name: str, folder: Path) -> None:
+        """Store or replace; idempotent. Raises `NotFound` if the folder is not there, or is removed meanwhile."""
+        ...
+
+    async def names(self) -> list[str]:
+        """Of all folders that are there, sorted."""
+        ...
+
+    async def read(self, name: str, file: str) -> bytes:
+        """One file of a folder; raises `NotFound`, `RecordCorrupt`."""
+        ...
+
+    async def fetch(self, name: str, folder: Path) -> None:
+        """Write the files into the existing `folder`; raises `NotFound`, `RecordCorrupt` (some may be written then)."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Remove; removing what is not there is no error."""
         ...
 
 

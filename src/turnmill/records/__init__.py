@@ -16,6 +16,7 @@ from turnmill.records.alerts import (
     Severity,
     Sighting,
     dedup_key,
+    told,
 )
 from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
 from turnmill.records.calls import Call, GenerateRequest, GenerateResponse, Sampling
@@ -40,6 +41,8 @@ from turnmill.records.keys import (
     delivery_dead_letter_key,
     handed_over_key,
     latest_model_key,
+    metric_key,
+    metric_prefix,
     queued_key,
     redriven_key,
     redriven_prefix,
@@ -179,6 +182,8 @@ __all__ = [
     "encode",
     "handed_over_key",
     "latest_model_key",
+    "metric_key",
+    "metric_prefix",
     "queued_key",
     "redriven_key",
     "redriven_prefix",
@@ -192,6 +197,7 @@ __all__ = [
     "sighting_key",
     "token_count_key",
     "token_count_prefix",
+    "told",
     "training_key",
     "trigger_dead_letter_key",
     "worker_key",

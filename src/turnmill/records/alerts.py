@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import msgspec
 
 from turnmill.records.codec import digest_of
 from turnmill.records.keys import alert_key, delivery_dead_letter_key
@@ -116,6 +119,13 @@ class Alert:
     def delivery(self, channel: str, action: DeliveryAction) -> Delivery | None:
         """None where it does not go there."""
         return next((one for one in self.deliveries if (one.channel, one.action) == (channel, action)), None)
+
+
+def told(action: DeliveryAction, alert: Alert) -> dict[str, Any]:
+    """What receivers get as JSON: the alert without its deliveries, which are no receiver's business."""
+    shown: dict[str, Any] = msgspec.to_builtins(alert)
+    del shown["deliveries"]
+    return {"event": action, "alert": shown | {"dedup_key": alert.dedup_key}}
 
 
 @dataclass(frozen=True, kw_only=True)

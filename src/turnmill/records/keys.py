@@ -70,6 +70,15 @@ def batch_prefix(run_id: str) -> str:
     return f"batches/{run_id}/"
 
 
+def metric_prefix(run_id: str) -> str:
+    """Below it the metrics of a run are in the order of their steps."""
+    return f"metrics/{run_id}/"
+
+
+def metric_key(run_id: str, step: int) -> str:
+    return f"{metric_prefix(run_id)}{step:08d}"
+
+
 def baseline_key(run_id: str) -> str:
     return f"baselines/{run_id}/played"
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,13 +104,19 @@ class Checkpoints:
         """Store the checkpoint of a step, then remove those that are not kept."""
         export(self.path(manifest.step), manifest, save)
         stable = self.stable()
-        kept = {item.step for item in stable[-self._keep :]}
-        scored = [item for item in stable if item.reward_mean is not None]
-        if scored:
-            kept.add(max(scored, key=lambda item: (item.reward_mean or 0.0, item.step)).step)
+        kept = self.kept(stable)
         for item in stable:
-            if item.step not in kept:
+            if item not in kept:
                 self.remove(item.step)
+
+    def kept(self, manifests: Sequence[Manifest]) -> list[Manifest]:
+        """Those of `manifests`, which are in the order of their steps, that are kept."""
+        kept = list(manifests[-self._keep :])
+        scored = [item for item in manifests if item.reward_mean is not None]
+        if scored:
+            best = max(scored, key=lambda item: (item.reward_mean or 0.0, item.step))
+            kept += [best] if best not in kept else []
+        return kept
 
     def remove(self, step: int) -> None:
         """Out of sight first, so that nobody meets half a checkpoint."""

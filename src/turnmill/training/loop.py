@@ -30,6 +30,7 @@ from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed
 from turnmill.training.checkpoint import Checkpoints, Manifest, export
 from turnmill.training.collector import Collected, Collector, RolloutSource
+from turnmill.training.keeper import Keeper
 from turnmill.training.resume import resume
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper, Taken
@@ -85,6 +86,7 @@ async def train(
                 await collector.cancel()
         finally:
             await status.write("failed", max(training.step, status.step), error=f"{type(error).__name__}: {error}")
+            await training.until_kept()
         raise
 
 
@@ -103,6 +105,7 @@ class _Training:
         self.ahead = Ahead(trainer, config)
         self._stepper = Stepper(ports, run_id, trainer, status, folder, threads=threads_alone(config))
         self._checkpoints = Checkpoints(folder, run_id, keep=config.save_top_k)
+        self._keeper = Keeper(ports.checkpoints, self._checkpoints) if ports.checkpoints is not None else None
         # Step and incarnation of the batches that have a metric.
         self._told: set[tuple[int, int]] = set()
         self._last: Batch | None = None
@@ -132,6 +135,7 @@ class _Training:
             status=self._status,
             stepper=self._stepper,
             checkpoints=self._checkpoints,
+            keeper=self._keeper,
             finish=self._finish,
             stop=stop,
         )
@@ -253,6 +257,8 @@ class _Training:
         )
         await asyncio.to_thread(self._checkpoints.save, manifest, lambda folder: snapshot.save(self._trainer, folder))
         failpoints.hit("checkpoint-saved")
+        if self._keeper is not None:
+            self._keeper.look()
 
     def _manifest(self, position: int) -> Manifest:
         return Manifest(
@@ -269,4 +275,10 @@ class _Training:
             await self._save(self._last)
         folder = self._folder / FINAL
         await asyncio.to_thread(export, folder, self._manifest(position), self._trainer.save_pretrained)
+        await self.until_kept()
         return folder
+
+    async def until_kept(self) -> None:
+        """Wait until the checkpoints are where they outlive this machine."""
+        if self._keeper is not None:
+            await self._keeper.finish()

@@ -1,6 +1,6 @@
 """Brings a new trainer process to where the run's records say that it is.
 
-    live batches -> samples settled -> latest checkpoint on their way (or the base model)
+    live batches -> samples settled -> latest checkpoint on their way, from the folder or the store (or the base model)
         -> replay the applied batches after it, each to its recorded weights -> serve that version
         -> apply the batch that was recorded and not applied -> go on
 
@@ -18,6 +18,7 @@ from turnmill.records import Batch, BatchState, Progress, Purpose
 from turnmill.training import snapshot
 from turnmill.training.checkpoint import Checkpoints
 from turnmill.training.history import live_batches, settle, supersede_strays
+from turnmill.training.keeper import Keeper
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper
 from turnmill.training.tally import Seconds
@@ -35,6 +36,7 @@ async def resume(
     status: Status,
     stepper: Stepper,
     checkpoints: Checkpoints,
+    keeper: Keeper | None,
     finish: Finish,
     stop: asyncio.Event,
 ) -> Progress | None:
@@ -58,7 +60,12 @@ async def resume(
             extra={"at": run_id},
         )
     stepper.fingerprints |= {str(batch.version): batch.digest or "" for batch in applied}
+    if keeper is not None:
+        await keeper.bring_back(applied)
     await asyncio.to_thread(_restore, stepper, checkpoints, applied)
+    if keeper is not None:
+        # What an earlier process saved and did not store.
+        keeper.look()
     for batch in applied[stepper.step :]:
         if stop.is_set():
             return None

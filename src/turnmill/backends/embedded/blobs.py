@@ -6,16 +6,12 @@ import os
 from pathlib import Path
 
 from turnmill.backends.embedded.files import disk, write_atomically
-from turnmill.errors import InvalidInput, NotFound, RecordCorrupt
-from turnmill.ports import BlobInfo
+from turnmill.errors import NotFound, RecordCorrupt
+from turnmill.ports import BlobInfo, ListedBlob
+from turnmill.ports.blob_keys import BLOB_SUFFIX, check_blob_key
 
-# A blob `a/b` is the file `a/b.blob`, so that it may stand beside blobs `a/b/...`.
-_SUFFIX = ".blob"
 _MAGIC = b"sha256:"
 _HEADER_SIZE = len(_MAGIC) + 64 + 1
-# Most file systems allow names of 255 bytes.
-_MAX_SEGMENT_BYTES = 200
-_MAX_KEY_BYTES = 1024
 
 
 class FolderBlobStore:
@@ -32,8 +28,8 @@ class FolderBlobStore:
         """See `ports.BlobStore.get`."""
         return await asyncio.to_thread(self._get, key)
 
-    async def list(self, prefix: str = "") -> list[BlobInfo]:
-        """See `ports.BlobStore.list`; reads the first line of each file."""
+    async def list(self, prefix: str = "") -> list[ListedBlob]:
+        """See `ports.BlobStore.list`."""
         return await asyncio.to_thread(_search, self._folder, prefix)
 
     async def delete(self, key: str) -> None:
@@ -63,24 +59,11 @@ class FolderBlobStore:
         return data
 
     def _path(self, key: str) -> Path:
-        segments = key.split("/")
-        for segment in segments:
-            if segment in ("", ".", "..") or "\0" in segment:
-                raise InvalidInput(f"blob key {key!r} has an empty, '.', '..' or NUL segment; use a/b/c")
-            try:
-                size = len(segment.encode())
-            except UnicodeEncodeError as error:
-                raise InvalidInput(f"blob key {key!r} is no valid Unicode text: {error.reason}") from error
-            if size > _MAX_SEGMENT_BYTES:
-                raise InvalidInput(f"blob key {key!r} has a segment over {_MAX_SEGMENT_BYTES} bytes")
-        if len(key.encode()) > _MAX_KEY_BYTES:
-            raise InvalidInput(f"blob key {key[:60]!r}... is longer than {_MAX_KEY_BYTES} bytes")
-        if any(segment.endswith(_SUFFIX) for segment in segments[:-1]):
-            raise InvalidInput(f"blob key {key!r}: only the last segment may end with {_SUFFIX}")
-        return self._folder.joinpath(*segments[:-1], segments[-1] + _SUFFIX)
+        *folders, name = check_blob_key(key).split("/")
+        return self._folder.joinpath(*folders, name + BLOB_SUFFIX)
 
 
-def _search(folder: Path, prefix: str) -> list[BlobInfo]:
+def _search(folder: Path, prefix: str) -> list[ListedBlob]:
     """The blobs whose key starts with `prefix`, by key."""
     # Only the folder that the prefix names in full is searched.
     start = folder.joinpath(*[part for part in prefix.split("/")[:-1] if part not in ("", ".", "..")])
@@ -88,21 +71,21 @@ def _search(folder: Path, prefix: str) -> list[BlobInfo]:
     for parent, _, names in os.walk(start):
         for name in names:
             path = Path(parent, name)
-            key = path.relative_to(folder).as_posix().removesuffix(_SUFFIX)
-            if name.endswith(_SUFFIX) and key.startswith(prefix):
-                found.extend(_info(key, path))
-    return sorted(found, key=lambda info: info.key)
+            key = path.relative_to(folder).as_posix().removesuffix(BLOB_SUFFIX)
+            if name.endswith(BLOB_SUFFIX) and key.startswith(prefix):
+                found.extend(_listed(key, path))
+    return sorted(found, key=lambda blob: blob.key)
 
 
-def _info(key: str, path: Path) -> list[BlobInfo]:
-    """What a file's first line says; nothing if it was deleted meanwhile."""
+def _listed(key: str, path: Path) -> list[ListedBlob]:
+    """Nothing if it was deleted meanwhile."""
     try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER_SIZE)
-            size = os.fstat(file.fileno()).st_size - _HEADER_SIZE
+        size = path.stat().st_size - _HEADER_SIZE
     except FileNotFoundError:
         return []
-    return [BlobInfo(key=key, size=size, digest=_digest_in(path, header))]
+    if size < 0:
+        raise RecordCorrupt(f"{path} does not begin with its digest")
+    return [ListedBlob(key=key, size=size)]
 
 
 def _digest_in(path: Path, header: bytes) -> str:
