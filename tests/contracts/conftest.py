@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.aws.emulator import Emulator
+from tests.contracts import aws_records
+from tests.contracts.outbox_side import OutboxSide
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.outbox import DynamoOutbox
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
@@ -19,9 +24,9 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, RunPorts, WeightStore
 
 # Suites that run on other backends, too, by the name of their file.
-SUITES: dict[str, list[str]] = {}
+SUITES: dict[str, list[str]] = {"test_records_contract": ["aws"], "test_outbox_contract": ["aws"]}
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
-PORT_CHILD = Path(__file__).with_name("port_child.py")
+PORT_CHILD = "tests.contracts.port_child"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -36,7 +41,7 @@ def child(backend: str, tmp_path: Path) -> Callable[..., list[str]]:
     """The command of another process that works on the same ports: `child("increment", key, times)`."""
 
     def command(*arguments: object) -> list[str]:
-        return [sys.executable, str(PORT_CHILD), backend, str(tmp_path), *map(str, arguments)]
+        return [sys.executable, "-m", PORT_CHILD, backend, str(tmp_path), *map(str, arguments)]
 
     return command
 
@@ -71,9 +76,21 @@ def queue(open_queue: Callable[..., Queue]) -> Queue:
     return open_queue()
 
 
+@pytest.fixture(scope="session")
+def aws_clients(emulator: Emulator) -> Iterator[AwsClients]:
+    clients = AwsClients(emulator.settings("contracts"))
+    yield clients
+    clients.close()
+
+
 @pytest.fixture
-def open_records(backend: str, tmp_path: Path) -> Iterator[Callable[[], RecordStore]]:
+def open_records(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], RecordStore]]:
     """Opens the same store each time, as another process would."""
+    if backend == "aws":
+        clients = request.getfixturevalue("aws_clients")
+        aws_records.create(clients, tmp_path)
+        yield lambda: aws_records.open_records(clients, tmp_path)
+        return
     opened: list[SqliteRecordStore] = []
 
     def open_one() -> RecordStore:
@@ -102,6 +119,27 @@ def open_ports(backend: str, tmp_path: Path) -> Iterator[Callable[[], RunPorts]]
     yield open_one
     for ports in opened:
         ports.close()
+
+
+@pytest.fixture
+def open_outbox(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], OutboxSide]]:
+    """Opens the same outbox each time, as another process would, with the records and the queue behind it."""
+    if backend == "embedded":
+        open_ports: Callable[[], RunPorts] = request.getfixturevalue("open_ports")
+        yield lambda: OutboxSide.of(open_ports())
+        return
+    clients, queues = request.getfixturevalue("aws_clients"), list[SqliteQueue]()
+    aws_records.create(clients, tmp_path)
+
+    def open_one() -> OutboxSide:
+        records = aws_records.open_records(clients, tmp_path)
+        # Any queue will do: news go where they are sent after the records.
+        queues.append(SqliteQueue(tmp_path / "news.db"))
+        return OutboxSide(outbox=DynamoOutbox(records, queues[-1]), records=records, news=queues[-1])
+
+    yield open_one
+    for queue in queues:
+        queue.close()
 
 
 @pytest.fixture

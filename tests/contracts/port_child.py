@@ -4,36 +4,78 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.contracts import aws_records
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.outbox import DynamoOutbox
+from turnmill.backends.aws.settings import AwsSettings
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
-from turnmill.ports import Count, Message, Write
+from turnmill.ports import Count, Message, Outbox, RecordStore, Write
+
+BACKEND = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+@contextmanager
+def opened_records(folder: Path) -> Iterator[RecordStore]:
+    """The store that the suites open in `folder`, on the backend of this process."""
+    if BACKEND == "aws":
+        # The environment tells where the emulator is.
+        clients = AwsClients(AwsSettings(name="contracts"))
+        yield aws_records.open_records(clients, folder)
+        clients.close()
+    else:
+        records = SqliteRecordStore(folder / "records")
+        yield records
+        records.close()
+
+
+@contextmanager
+def opened_outbox(folder: Path) -> Iterator[Outbox]:
+    """The outbox that the suites open in `folder`, on the backend of this process."""
+    if BACKEND == "aws":
+        clients = AwsClients(AwsSettings(name="contracts"))
+        yield DynamoOutbox(aws_records.open_records(clients, folder), SqliteQueue(folder / "news.db"))
+        clients.close()
+    else:
+        ports = open_run(folder, "run", num_replicas=1)
+        yield ports.answers
+        ports.close()
 
 
 async def increment(folder: Path, key: str, times: str) -> None:
     """Count `key` up by compare-and-set, as often as asked; print the number of lost races."""
-    records = SqliteRecordStore(folder / "records")
     lost = 0
-    for _ in range(int(times)):
-        applied = False
-        while not applied:
-            [stored] = await records.get([key])
-            count, version = (int(stored.value), stored.version) if stored else (0, 0)
-            [applied] = await records.write([Write(key=key, value=str(count + 1).encode(), expected=version)])
-            lost += not applied
+    with opened_records(folder) as records:
+        for _ in range(int(times)):
+            applied = False
+            while not applied:
+                [stored] = await records.get([key])
+                count, version = (int(stored.value), stored.version) if stored else (0, 0)
+                [applied] = await records.write([Write(key=key, value=str(count + 1).encode(), expected=version)])
+                lost += not applied
     print(lost)
-    records.close()
 
 
-async def write_forever(folder: Path, prefix: str) -> None:
-    """Write one record and one message after another and print the number of each that is stored, until killed."""
-    records, queue, number = SqliteRecordStore(folder / "records"), SqliteQueue(folder / "queue.db"), 0
+async def record_forever(folder: Path, prefix: str) -> None:
+    """Write one record after another and print the number of each that is stored, until killed."""
+    number = 0
+    with opened_records(folder) as records:
+        while True:
+            await records.write([Write(key=f"{prefix}{number:06d}", value=b"x" * 1000, expected=0)])
+            print(number, flush=True)
+            number += 1
+
+
+async def send_forever(folder: Path) -> None:
+    """Send one message after another and print the number of each that is stored, until killed."""
+    queue, number = SqliteQueue(folder / "queue.db"), 0
     while True:
-        await records.write([Write(key=f"{prefix}{number:06d}", value=b"x" * 1000, expected=0)])
         await queue.send([Message(body=b"x", group=str(number), dedup_id=str(number))])
         print(number, flush=True)
         number += 1
@@ -86,19 +128,23 @@ async def take_forever(folder: Path) -> None:
 
 async def answer_forever(folder: Path, first: str) -> None:
     """Write one record with its message after another and print the number of each that is stored, until killed."""
-    ports, number = open_run(folder, "run", num_replicas=1), int(first)
-    while True:
-        key = f"calls/run/{number:06d}"
-        message = Message(body=key.encode(), group=key, dedup_id=None)
-        counted = [Count(key="tokens/run/a", amount=1)]
-        await ports.answers.write([(Write(key=key, value=b"x" * 1000, expected=0), message)], counted)
-        print(number, flush=True)
-        number += 1
+    number = int(first)
+    with opened_outbox(folder) as outbox:
+        while True:
+            key = f"calls/run/train/s/{number:06d}"
+            message = Message(body=key.encode(), group=key, dedup_id=None)
+            counted = [Count(key="tokens/run/a", amount=1)]
+            await outbox.write([(Write(key=key, value=b"x" * 1000, expected=0), message)], counted)
+            print(number, flush=True)
+            number += 1
 
 
+# Those that work on a record store, or on an outbox.
+_AWS_VERBS = ("increment", "record_forever", "answer_forever")
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "increment": increment,
-    "write_forever": write_forever,
+    "record_forever": record_forever,
+    "send_forever": send_forever,
     "consume": consume,
     "drain": drain,
     "lease": lease,
@@ -110,7 +156,7 @@ VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
 
 def main() -> None:
     backend, folder, verb, *arguments = sys.argv[1:]
-    assert backend == "embedded"
+    assert backend == "embedded" or verb in _AWS_VERBS
     asyncio.run(VERBS[verb](Path(folder), *arguments))
 
 

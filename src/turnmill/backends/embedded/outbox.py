@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from turnmill.backends.embedded.queue import SqliteQueue
-from turnmill.backends.embedded.records import kind_of, write_one
+from turnmill.backends.embedded.records import write_one
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.errors import InvalidInput
 from turnmill.ports import Count, Message, Write
+from turnmill.ports.record_keys import key_parts
 
 # A counter is a record whose value is its digits.
 _ADD = (
@@ -30,7 +31,7 @@ class SqliteOutbox:
     async def write(self, entries: Sequence[tuple[Write, Message]], counts: Sequence[Count] = ()) -> list[bool]:
         """See `ports.Outbox.write`; raises `InvalidInput` for a key of another kind than the file holds."""
         for write, _ in entries:
-            if kind_of(write.key) != self._database.path.stem:
+            if key_parts(write.key).kind != self._database.path.stem:
                 raise InvalidInput(f"record {write.key!r} does not lie in {self._database.path.name}")
         return await self._database.write(partial(self._write, entries=entries, counts=counts)) if entries else []
 
