@@ -1,4 +1,7 @@
-"""A proxy before the emulator that meddles with single requests: answers are lost, others come in between."""
+"""A proxy before the emulator that meddles with the very requests that a test names: answers are lost, others come in.
+
+`service_proxy` makes faults at random instead, for whole runs.
+"""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""Records on DynamoDB beyond the contract: limits, pages, large values in S3, time to live, and what differs from a file.
+"""Records on DynamoDB beyond the contract: limits, pages, large values in S3, time to live, transactions.
 
 The emulator keeps no throughput limit and runs one transaction at a time: what AWS answers then comes from a proxy.
 """
@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from tests.aws.emulator import REGION, Emulator
 from tests.aws.meddling import Meddler, Meddling, refuse, rewrite
+from tests.aws.service_proxy import Faults, running_proxy
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.large_values import LargeValues
 from turnmill.backends.aws.outbox import DynamoOutbox
 from turnmill.backends.aws.records import MAX_INLINE, DynamoRecordStore
+from turnmill.backends.aws.settings import AwsSettings
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
 from turnmill.errors import BackendUnavailable, InvalidInput, NotFound, RecordCorrupt
-from turnmill.ports import Count, Message, Write
+from turnmill.ports import Count, Message, RecordStore, Write
 
 KEY = "kind/run/a"
 LARGE = b"x" * (MAX_INLINE + 1)
@@ -32,11 +35,15 @@ def create(key: str, value: bytes = b"{}") -> Write:
 # ---------------------------------------------------------------- reading
 
 
-async def test_a_scan_goes_over_pages_of_1_mb(records: DynamoRecordStore, meddled: DynamoRecordStore) -> None:
+async def test_a_scan_goes_over_pages_of_1_mb(
+    records: DynamoRecordStore, meddled: DynamoRecordStore, meddler: Meddler
+) -> None:
     value = b"x" * 60_000
     keys = [f"kind/run/{number:02d}" for number in range(50)]
     await records.write([create(key, value) for key in keys])
     assert [stored.key for stored in await meddled.scan("kind/run/")] == keys
+    assert meddler.seen == ["Query"] * 3
+    assert [stored.key for stored in meddled.scan_now("kind/run/", limit=-1)] == keys
     assert [stored.key for stored in await meddled.scan("kind/run/", after=keys[3], limit=30)] == keys[4:34]
 
 
@@ -78,6 +85,7 @@ async def test_a_table_that_processes_nothing_is_unavailable(
 def test_records_are_read_without_an_event_loop(records: DynamoRecordStore) -> None:
     asyncio.run(records.write([create(KEY, LARGE), create("kind/run/b", b"2")]))
     assert [stored.value for stored in records.scan_now("kind/run/")] == [LARGE, b"2"]
+    assert [stored.key for stored in records.scan_now("kind/run/", after=KEY, limit=-1)] == ["kind/run/b"]
     assert [stored and stored.value for stored in records.get_now(["kind/run/b", "kind/run/c", KEY])] == [
         b"2",
         None,
@@ -178,9 +186,7 @@ async def test_readers_of_a_large_value_that_is_replaced_see_the_old_or_the_new_
 # ---------------------------------------------------------------- time to live, and the table
 
 
-async def test_records_expire_only_where_that_was_asked(
-    clients: AwsClients, table: str, overflow: LargeValues
-) -> None:
+async def test_records_expire_only_where_that_was_asked(clients: AwsClients, table: str, overflow: LargeValues) -> None:
     records = DynamoRecordStore(clients, table, overflow=overflow, ttl_s={"clocks": 100}, clock=lambda: 1000.5)
     again = Write(key="clocks/run/a", value=b"2", expected=1)
     await records.write([create("clocks/run/a"), again, create("clocks/run/b", LARGE), create(KEY)])
@@ -268,20 +274,14 @@ async def test_large_values_of_an_outbox_leave_no_object_behind(
     assert objects() == []
 
 
-async def test_a_counter_of_the_kind_that_it_counts_is_refused(records: DynamoRecordStore, news: SqliteQueue) -> None:
-    with pytest.raises(InvalidInput, match="is of the kind"):
-        await DynamoOutbox(records, news).write([call("a")], [Count(key="calls/run/train/s/n", amount=1)])
-    assert await records.scan("calls/run/train/s/") == []
-
-
 # ---------------------------------------------------------------- the same as embedded
 
 
-async def test_random_work_ends_as_it_does_embedded(records: DynamoRecordStore, tmp_path: Path) -> None:
-    other = SqliteRecordStore(tmp_path / "records")
-    choose = random.Random(20)
+async def work_on_both(one: RecordStore, other: RecordStore, *, seed: int, num_rounds: int) -> None:
+    """Random work on few keys, of which each store must say the same."""
+    choose = random.Random(seed)
     keys = [f"kind/{partition}/{rest}" for partition in "pq" for rest in ("a", "a/", "a/b", "ä", "\U0010ffff", "z")]
-    for _ in range(60):
+    for _ in range(num_rounds):
         writes = [
             Write(
                 key=choose.choice(keys),
@@ -290,12 +290,30 @@ async def test_random_work_ends_as_it_does_embedded(records: DynamoRecordStore, 
             )
             for _ in range(choose.randint(1, 8))
         ]
-        assert await records.write(writes) == await other.write(writes)
+        assert await one.write(writes) == await other.write(writes)
         wanted = choose.sample(keys, 5)
-        assert await records.get(wanted) == await other.get(wanted)
+        assert await one.get(wanted) == await other.get(wanted)
         prefix = choose.choice(["kind/p/", "kind/q/", "kind/p/a", "kind/p/a/", "kind/q/\U0010ffff"])
         after, limit = choose.choice(["", *keys]), choose.randint(1, 6)
-        assert await records.scan(prefix, after=after, limit=limit) == await other.scan(
-            prefix, after=after, limit=limit
-        )
+        assert await one.scan(prefix, after=after, limit=limit) == await other.scan(prefix, after=after, limit=limit)
+
+
+async def test_random_work_ends_as_it_does_embedded(records: DynamoRecordStore, tmp_path: Path) -> None:
+    other = SqliteRecordStore(tmp_path / "records")
+    await work_on_both(records, other, seed=20, num_rounds=60)
+    other.close()
+
+
+@pytest.mark.slow
+async def test_random_work_through_faults_ends_as_it_does_embedded(
+    emulator: Emulator, table: str, tmp_path: Path
+) -> None:
+    other = SqliteRecordStore(tmp_path / "records")
+    faults = Faults(lose=0.08, refuse=0.04, throughput=0.02, throttle=0.02, expire=0.01, seed=3)
+    with running_proxy(emulator.url, tmp_path / "proxy", faults) as proxy:
+        clients = AwsClients(AwsSettings(name="tests", region=REGION, endpoint_url=proxy.url))
+        faulty = DynamoRecordStore(clients, table, overflow=LargeValues(clients, table, "records/"))
+        await work_on_both(faulty, other, seed=21, num_rounds=12)
+        clients.close()
+    assert min(proxy.counts().faults[name] for name in ("lose", "refuse")) >= 3
     other.close()

@@ -181,3 +181,11 @@ async def test_a_count_that_can_not_be_matched_leaves_no_record(open_outbox: Ope
     with pytest.raises(ValueError):
         await side.outbox.write([entry("a"), entry("b")], [Count(key="tokens/run/a", amount=1)])
     assert await recorded(side) == {} and await total(side) == 0
+
+
+@pytest.mark.parametrize("key", [PREFIX + "counter", "tokens/run", "tokens//a"])
+async def test_a_counter_that_can_be_none_leaves_no_record(open_outbox: OpenOutbox, key: str) -> None:
+    side = open_outbox()
+    with pytest.raises(InvalidInput):
+        await side.outbox.write([entry("a")], [Count(key=key, amount=1)])
+    assert await recorded(side) == {}

@@ -122,17 +122,20 @@ class DynamoRecordStore:
         return await self.clients.run(partial(self.scan_now, prefix, after=after, limit=limit))
 
     def scan_now(self, prefix: str, *, after: str = "", limit: int = 1000) -> list[Stored]:
-        """`scan` in the caller's thread."""
+        """`scan` in the caller's thread; all records where `limit` is negative."""
         parts = prefix_parts(prefix)
         if after > prefix and not after.startswith(prefix):
             return []
         # Before the first key of the partition lies nothing, and its name alone is no key.
         last: str | None = after if after >= prefix and after != f"{parts.partition}/" else ""
         found: list[Stored] = []
-        while last is not None and len(found) < limit:
-            items, last = self.table.page(parts, after=last, limit=limit - len(found))
+        while last is not None and (limit < 0 or len(found) < limit):
+            items, last = self.table.page(parts, after=last, limit=None if limit < 0 else limit - len(found))
             found += self._stored(items)
         return found
+
+    def close(self) -> None:
+        """Nothing is held: the clients belong to whoever made them."""
 
     def put_large(self, key: str, value: bytes, token: bytes) -> bytes | LargeValue:
         """What the item of a record is to hold: the value, or a large one's place in S3, where it is from now on."""

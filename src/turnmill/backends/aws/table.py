@@ -77,24 +77,25 @@ class RecordTable:
                 time.sleep(pause_s)
         return found
 
-    def page(self, prefix: KeyParts, *, after: str, limit: int) -> tuple[list[Item], str | None]:
+    def page(self, prefix: KeyParts, *, after: str, limit: int | None) -> tuple[list[Item], str | None]:
         """Items below a prefix in the order of their keys, and after which key to go on; None where there are no more.
 
-        A page ends after `limit` items or 1 MB. `after` is a key below the prefix, or empty.
+        A page ends after `limit` items (None: any number) or 1 MB. `after` is a key below the prefix, or empty.
         """
         condition, values = f"{PARTITION} = :partition", {":partition": {"S": prefix.partition}}
         if prefix.rest:
             condition += f" AND begins_with({SORT}, :rest)"
             values[":rest"] = {"S": prefix.rest}
-        start = {"ExclusiveStartKey": primary_key(after)} if after else {}
+        bounds: dict[str, Any] = {"ExclusiveStartKey": primary_key(after)} if after else {}
+        if limit is not None:
+            bounds["Limit"] = limit
         answer = self._ask(
             "query",
             TableName=self.name,
             KeyConditionExpression=condition,
             ExpressionAttributeValues=values,
             ConsistentRead=True,
-            Limit=limit,
-            **start,
+            **bounds,
         )
         last = answer.get("LastEvaluatedKey")
         return [item_of(attributes) for attributes in answer["Items"]], key_of(last) if last else None

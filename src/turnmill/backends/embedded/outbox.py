@@ -29,10 +29,14 @@ class SqliteOutbox:
         self._queue = queue
 
     async def write(self, entries: Sequence[tuple[Write, Message]], counts: Sequence[Count] = ()) -> list[bool]:
-        """See `ports.Outbox.write`; raises `InvalidInput` for a key of another kind than the file holds."""
+        """See `ports.Outbox.write`; raises `InvalidInput` for a record of another kind, and a counter of this one."""
+        kind = self._database.path.stem
         for write, _ in entries:
-            if key_parts(write.key).kind != self._database.path.stem:
+            if key_parts(write.key).kind != kind:
                 raise InvalidInput(f"record {write.key!r} does not lie in {self._database.path.name}")
+        for key in {count.key for count in counts}:
+            if key_parts(key).kind == kind:
+                raise InvalidInput(f"counter {key!r} is of the kind of the records that it counts")
         return await self._database.write(partial(self._write, entries=entries, counts=counts)) if entries else []
 
     def _write(
