@@ -14,6 +14,7 @@ import pytest
 from tests.aws.emulator import REGION, Emulator
 from tests.aws.meddling import Meddler, Meddling, refuse, rewrite
 from tests.aws.service_proxy import Faults, running_proxy
+from tests.aws.tables import create_table
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.large_values import LargeValues
 from turnmill.backends.aws.outbox import DynamoOutbox
@@ -195,14 +196,17 @@ async def test_records_expire_only_where_that_was_asked(clients: AwsClients, tab
     assert expiry == {"clocks/run/a": {"N": "1100"}, "clocks/run/b": {"N": "1100"}, KEY: None}
 
 
-async def test_the_table_is_made_as_described(clients: AwsClients, table: str) -> None:
-    made = (await clients.call("dynamodb", "describe_table", TableName=table))["Table"]
+@pytest.mark.parametrize(("is_recoverable", "status"), [(True, "ENABLED"), (False, "DISABLED")])
+async def test_a_table_is_made_as_described(clients: AwsClients, is_recoverable: bool, status: str) -> None:
+    name = f"described-{status}"
+    create_table(clients, name, is_recoverable=is_recoverable)
+    made = (await clients.call("dynamodb", "describe_table", TableName=name))["Table"]
     assert made["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
-    ttl = await clients.call("dynamodb", "describe_time_to_live", TableName=table)
+    ttl = await clients.call("dynamodb", "describe_time_to_live", TableName=name)
     assert ttl["TimeToLiveDescription"] == {"TimeToLiveStatus": "ENABLED", "AttributeName": "expires_at"}
-    backups = await clients.call("dynamodb", "describe_continuous_backups", TableName=table)
+    backups = await clients.call("dynamodb", "describe_continuous_backups", TableName=name)
     recovery = backups["ContinuousBackupsDescription"]["PointInTimeRecoveryDescription"]
-    assert recovery["PointInTimeRecoveryStatus"] == "ENABLED"
+    assert recovery["PointInTimeRecoveryStatus"] == status
 
 
 # ---------------------------------------------------------------- transactions

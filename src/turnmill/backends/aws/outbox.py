@@ -125,21 +125,26 @@ def _apply(records: DynamoRecordStore, entries: Sequence[_Entry]) -> list[int]:
     pending = list(entries)
     while pending:
         items = _replaced(records, pending)
-        decided = {entry.index: _change(records, entry, items.get(entry.write.key)) for entry in pending}
-        ready = [entry for entry in pending if decided[entry.index] is not None]
-        writes = [write for entry in ready if (write := decided[entry.index]) is not None]
-        failed = set(records.table.transact([*writes, *_counters(records, ready)])) if ready else set()
-        refused = [entry for entry in pending if decided[entry.index] is None]
+        changes = {entry.index: _change(records, entry, items.get(entry.write.key)) for entry in pending}
+        ready = [entry for entry in pending if changes[entry.index] is not None]
+        writes = [change for change in changes.values() if change is not None]
+        failed = (
+            {ready[at].index for at in records.table.transact([*writes, *_counters(records, ready)])} if ready else ()
+        )
         # Unconditional ones are read and tried again; the records of the others are not as expected.
-        refused += [entry for at, entry in enumerate(ready) if at in failed and entry.write.expected is not None]
-        for entry in refused:
-            records.discard(entry.content)
+        is_refused = {
+            entry.index: changes[entry.index] is None or (entry.index in failed and entry.write.expected is not None)
+            for entry in pending
+        }
+        for entry in pending:
+            if is_refused[entry.index]:
+                records.discard(entry.content)
         if not failed:
             for entry in ready:
                 if replaced := items.get(entry.write.key):
                     records.discard(replaced.value)
             return [entry.index for entry in ready]
-        pending = [entry for entry in pending if entry not in refused]
+        pending = [entry for entry in pending if not is_refused[entry.index]]
     return []
 
 

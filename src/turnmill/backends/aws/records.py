@@ -53,8 +53,11 @@ MAX_INLINE = 64 * 1024
 MAX_PARALLEL = 16
 
 
-def table_properties() -> dict[str, Any]:
-    """A table of records as CloudFormation describes it (`AWS::DynamoDB::Table`), without its name and encryption."""
+def table_properties(*, is_recoverable: bool = False) -> dict[str, Any]:
+    """A table of records as CloudFormation describes it (`AWS::DynamoDB::Table`), without its name and encryption.
+
+    `is_recoverable`: as it was at any second of the last 35 days.
+    """
     return {
         "AttributeDefinitions": [
             {"AttributeName": PARTITION, "AttributeType": "S"},
@@ -66,7 +69,7 @@ def table_properties() -> dict[str, Any]:
         ],
         "BillingMode": "PAY_PER_REQUEST",
         "TimeToLiveSpecification": {"AttributeName": EXPIRES, "Enabled": True},
-        "PointInTimeRecoverySpecification": {"PointInTimeRecoveryEnabled": True},
+        "PointInTimeRecoverySpecification": {"PointInTimeRecoveryEnabled": is_recoverable},
     }
 
 
