@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts import aws_objects
+from tests.aws.emulator import Emulator
+from tests.contracts import aws_objects, aws_records
+from tests.contracts.outbox_side import OutboxSide
 from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.outbox import DynamoOutbox
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
@@ -36,6 +39,8 @@ SUITES: dict[str, list[str]] = {
     "test_blobs_contract": ["aws"],
     "test_metrics_contract": ["aws"],
     "test_models_contract": ["aws"],
+    "test_outbox_contract": ["aws"],
+    "test_records_contract": ["aws"],
 }
 # Suites of ports that only one backend needs: the folders of the embedded one last by themselves.
 AWS_ONLY = ("test_folders_contract",)
@@ -91,9 +96,21 @@ def queue(open_queue: Callable[..., Queue]) -> Queue:
     return open_queue()
 
 
+@pytest.fixture(scope="session")
+def aws_clients(emulator: Emulator) -> Iterator[AwsClients]:
+    clients = AwsClients(emulator.settings("contracts"))
+    yield clients
+    clients.close()
+
+
 @pytest.fixture
-def open_records(backend: str, tmp_path: Path) -> Iterator[Callable[[], RecordStore]]:
+def open_records(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], RecordStore]]:
     """Opens the same store each time, as another process would."""
+    if backend == "aws":
+        clients = request.getfixturevalue("aws_clients")
+        aws_records.create(clients, tmp_path)
+        yield lambda: aws_records.open_records(clients, tmp_path)
+        return
     opened: list[SqliteRecordStore] = []
 
     def open_one() -> RecordStore:
@@ -131,6 +148,27 @@ def object_clients(request: pytest.FixtureRequest) -> Iterator[AwsClients]:
     clients = aws_objects.open_clients()
     yield clients
     clients.close()
+
+
+@pytest.fixture
+def open_outbox(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], OutboxSide]]:
+    """Opens the same outbox each time, as another process would, with the records and the queue behind it."""
+    if backend == "embedded":
+        open_ports: Callable[[], RunPorts] = request.getfixturevalue("open_ports")
+        yield lambda: OutboxSide.of(open_ports())
+        return
+    clients, queues = request.getfixturevalue("aws_clients"), list[SqliteQueue]()
+    aws_records.create(clients, tmp_path)
+
+    def open_one() -> OutboxSide:
+        records = aws_records.open_records(clients, tmp_path)
+        # Any queue will do: news go where they are sent after the records.
+        queues.append(SqliteQueue(tmp_path / "news.db"))
+        return OutboxSide(outbox=DynamoOutbox(records, queues[-1]), records=records, news=queues[-1])
+
+    yield open_one
+    for queue in queues:
+        queue.close()
 
 
 @pytest.fixture

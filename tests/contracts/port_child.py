@@ -4,40 +4,81 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.contracts import aws_objects
+from tests.contracts import aws_objects, aws_records
 from tests.contracts.published import MODEL
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.outbox import DynamoOutbox
+from turnmill.backends.aws.settings import AwsSettings
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
-from turnmill.ports import Count, Message, ModelStore, Write
+from turnmill.ports import Count, Message, ModelStore, Outbox, RecordStore, Write
+
+BACKEND = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+@contextmanager
+def opened_records(folder: Path) -> Iterator[RecordStore]:
+    """The store that the suites open in `folder`, on the backend of this process."""
+    if BACKEND == "aws":
+        # The environment tells where the emulator is.
+        clients = AwsClients(AwsSettings(name="contracts"))
+        yield aws_records.open_records(clients, folder)
+        clients.close()
+    else:
+        records = SqliteRecordStore(folder / "records")
+        yield records
+        records.close()
+
+
+@contextmanager
+def opened_outbox(folder: Path) -> Iterator[Outbox]:
+    """The outbox that the suites open in `folder`, on the backend of this process."""
+    if BACKEND == "aws":
+        clients = AwsClients(AwsSettings(name="contracts"))
+        yield DynamoOutbox(aws_records.open_records(clients, folder), SqliteQueue(folder / "news.db"))
+        clients.close()
+    else:
+        ports = open_run(folder, "run", num_replicas=1)
+        yield ports.answers
+        ports.close()
 
 
 async def increment(folder: Path, key: str, times: str) -> None:
     """Count `key` up by compare-and-set, as often as asked; print the number of lost races."""
-    records = SqliteRecordStore(folder / "records")
     lost = 0
-    for _ in range(int(times)):
-        applied = False
-        while not applied:
-            [stored] = await records.get([key])
-            count, version = (int(stored.value), stored.version) if stored else (0, 0)
-            [applied] = await records.write([Write(key=key, value=str(count + 1).encode(), expected=version)])
-            lost += not applied
+    with opened_records(folder) as records:
+        for _ in range(int(times)):
+            applied = False
+            while not applied:
+                [stored] = await records.get([key])
+                count, version = (int(stored.value), stored.version) if stored else (0, 0)
+                [applied] = await records.write([Write(key=key, value=str(count + 1).encode(), expected=version)])
+                lost += not applied
     print(lost)
-    records.close()
 
 
-async def write_forever(folder: Path, prefix: str) -> None:
-    """Write one record and one message after another and print the number of each that is stored, until killed."""
-    records, queue, number = SqliteRecordStore(folder / "records"), SqliteQueue(folder / "queue.db"), 0
+async def record_forever(folder: Path, prefix: str) -> None:
+    """Write one record after another and print the number of each that is stored, until killed."""
+    number = 0
+    with opened_records(folder) as records:
+        while True:
+            await records.write([Write(key=f"{prefix}{number:06d}", value=b"x" * 1000, expected=0)])
+            print(number, flush=True)
+            number += 1
+
+
+async def send_forever(folder: Path) -> None:
+    """Send one message after another and print the number of each that is stored, until killed."""
+    queue, number = SqliteQueue(folder / "queue.db"), 0
     while True:
-        await records.write([Write(key=f"{prefix}{number:06d}", value=b"x" * 1000, expected=0)])
         await queue.send([Message(body=b"x", group=str(number), dedup_id=str(number))])
         print(number, flush=True)
         number += 1
@@ -90,47 +131,49 @@ async def take_forever(folder: Path) -> None:
 
 async def answer_forever(folder: Path, first: str) -> None:
     """Write one record with its message after another and print the number of each that is stored, until killed."""
-    ports, number = open_run(folder, "run", num_replicas=1), int(first)
-    while True:
-        key = f"calls/run/{number:06d}"
-        message = Message(body=key.encode(), group=key, dedup_id=None)
-        counted = [Count(key="tokens/run/a", amount=1)]
-        await ports.answers.write([(Write(key=key, value=b"x" * 1000, expected=0), message)], counted)
-        print(number, flush=True)
-        number += 1
+    number = int(first)
+    with opened_outbox(folder) as outbox:
+        while True:
+            key = f"calls/run/train/s/{number:06d}"
+            message = Message(body=key.encode(), group=key, dedup_id=None)
+            counted = [Count(key="tokens/run/a", amount=1)]
+            await outbox.write([(Write(key=key, value=b"x" * 1000, expected=0), message)], counted)
+            print(number, flush=True)
+            number += 1
 
 
-async def publish(folder: Path, backend: str, source: str, published_at: str, digest: str) -> None:
+async def publish(folder: Path, source: str, published_at: str, digest: str) -> None:
     """Publish the folder `source` as the one version of a model; print when the standing one was published."""
     model = replace(MODEL, published_at=float(published_at), digest=digest)
-    stored = await open_models(backend, folder).publish(model, Path(source), {"README.md": published_at.encode()})
+    stored = await open_models(folder).publish(model, Path(source), {"README.md": published_at.encode()})
     print(stored.model.published_at)
 
 
-def open_models(backend: str, folder: Path) -> ModelStore:
-    if backend == "aws":
+def open_models(folder: Path) -> ModelStore:
+    if BACKEND == "aws":
         return aws_objects.open_models(aws_objects.open_clients(), folder)
     return FolderModelStore(folder / "models")
 
 
+# Those that work on a record store, on an outbox or on models.
+_AWS_VERBS = ("increment", "record_forever", "answer_forever", "publish")
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "increment": increment,
-    "write_forever": write_forever,
+    "record_forever": record_forever,
+    "send_forever": send_forever,
     "consume": consume,
     "drain": drain,
     "lease": lease,
     "take": take,
     "take_forever": take_forever,
     "answer_forever": answer_forever,
+    "publish": publish,
 }
 
 
 def main() -> None:
     backend, folder, verb, *arguments = sys.argv[1:]
-    if verb == "publish":
-        asyncio.run(publish(Path(folder), backend, *arguments))
-        return
-    assert backend == "embedded"
+    assert backend == "embedded" or verb in _AWS_VERBS
     asyncio.run(VERBS[verb](Path(folder), *arguments))
 
 

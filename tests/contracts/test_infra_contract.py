@@ -67,13 +67,13 @@ async def test_retiring_removes_what_waits_and_no_dead_letter_record_or_blob(por
             await queue.release([leased.receipt])
     await queue.send([Message(body=b"waits", group="g", dedup_id=None)])
     await ports.generate_response.send([Message(body=b"waits", group="g", dedup_id=None)])
-    await ports.records.write([Write(key="calls/run/x", value=b"1", expected=0)])
+    await ports.records.write([Write(key="calls/run/train/s/x", value=b"1", expected=0)])
     await ports.blobs.put("a", b"content")
     assert await ports.infra.retire() == 2
     assert await ports.infra.retire() == 0
     counts = await queue.counts()
     assert (counts.available, counts.dead) == (0, 1)
-    assert (await ports.records.get(["calls/run/x"]))[0] is not None
+    assert (await ports.records.get(["calls/run/train/s/x"]))[0] is not None
     assert await ports.blobs.get("a") == b"content"
 
 

@@ -1,14 +1,14 @@
 """What every record store keeps."""
 
 import asyncio
-import signal
 import subprocess
 from collections.abc import Callable
 
 import pytest
 
+from tests.contracts.killing import killed_after
 from turnmill.errors import InvalidInput
-from turnmill.ports import Queue, RecordStore, Stored, Write
+from turnmill.ports import RecordStore, Stored, Write
 
 
 def create(key: str, value: bytes = b"{}") -> Write:
@@ -70,7 +70,7 @@ async def test_a_failed_write_leaves_its_neighbours_applied(records: RecordStore
 async def test_a_scan_gives_the_keys_of_a_prefix_in_pages(records: RecordStore) -> None:
     keys = [f"kind/run/s{number:03d}" for number in range(25)]
     await records.write([create(key) for key in reversed(keys)])
-    await records.write([create("kind/run2/s000"), create("kind/ru/s000"), create("kind/run0"), create("king/run/a")])
+    await records.write([create("kind/run2/s000"), create("kind/ru/s000"), create("kind/run0/a"), create("king/run/a")])
     found: list[str] = []
     while page := await records.scan("kind/run/", after=found[-1] if found else "", limit=10):
         assert len(page) <= 10
@@ -78,6 +78,58 @@ async def test_a_scan_gives_the_keys_of_a_prefix_in_pages(records: RecordStore) 
     assert found == keys
     assert [stored.key for stored in await records.scan("kind/run/s01")] == keys[10:20]
     assert await records.scan("none/run/") == []
+    assert [stored.key for stored in await records.scan("kind/run/s0", limit=1)] == keys[:1]
+
+
+async def test_a_scan_goes_on_after_any_key(records: RecordStore) -> None:
+    keys = ["kind/run/a", "kind/run/a/", "kind/run/a/1", "kind/run/a0", "kind/run/b"]
+    await records.write([create(key) for key in keys])
+    starts = [
+        "",
+        "kind",
+        "kind/run/",
+        "kind/run/a",
+        "kind/run/a/",
+        "kind/run/a/\x00",
+        "kind/run/a/2",
+        "kind/run/z",
+        "l",
+    ]
+    for prefix in ("kind/run/", "kind/run/a", "kind/run/a/"):
+        for after in starts:
+            found = [stored.key for stored in await records.scan(prefix, after=after)]
+            assert found == [key for key in keys if key.startswith(prefix) and key > after]
+
+
+async def test_the_calls_of_a_sample_are_scanned(records: RecordStore) -> None:
+    keys = [f"calls/run/train/{name}" for name in ("s/0", "s/1", "s0/0", "s%2F/0")]
+    assert await records.write([create(key) for key in keys]) == [True] * 4
+    assert [stored.key for stored in await records.scan("calls/run/train/s/")] == keys[:2]
+    assert [stored.key for stored in await records.scan("calls/run/train/s/1")] == [keys[1]]
+
+
+async def test_large_values_are_kept_like_small_ones(records: RecordStore) -> None:
+    large, larger = b"a" * 500_000, b"b" * 1_000_000
+    writes = [create("kind/run/a", large), create("kind/run/b", b"small"), create("kind/run/c", large)]
+    assert await records.write(writes) == [True] * 3
+    assert await records.write([create("kind/run/a", larger)]) == [False]
+    assert await records.write([Write(key="kind/run/b", value=larger, expected=1)]) == [True]
+    assert await records.write([Write(key="kind/run/c", value=b"", expected=None)]) == [True]
+    expected = [
+        Stored(key="kind/run/a", value=large, version=1),
+        Stored(key="kind/run/b", value=larger, version=2),
+        Stored(key="kind/run/c", value=b"", version=2),
+    ]
+    assert await records.scan("kind/run/") == expected
+    assert await records.get(["kind/run/c", "kind/run/b", "kind/run/a"]) == expected[::-1]
+
+
+async def test_many_keys_are_read_at_once(records: RecordStore) -> None:
+    keys = [f"kind/run/{number}" for number in range(250)]
+    assert await records.write([create(key, key.encode()) for key in keys[::2]]) == [True] * 125
+    found = await records.get(keys)
+    assert [stored and stored.value for stored in found[::2]] == [key.encode() for key in keys[::2]]
+    assert found[1::2] == [None] * 125
 
 
 async def test_ids_may_hold_any_text(records: RecordStore) -> None:
@@ -87,7 +139,21 @@ async def test_ids_may_hold_any_text(records: RecordStore) -> None:
     assert [stored.key for stored in await records.scan("kind/run/𐍈\U0010ffff")] == [keys[2]]
 
 
-@pytest.mark.parametrize("key", ["", "kind", "kind/", "/run/a", "../run/a", "a.b/run/x", "kind//a", "kind/run/\ud800"])
+NO_KEYS = [
+    "",
+    "kind",
+    "kind/",
+    "/run/a",
+    "../run/a",
+    "a.b/run/x",
+    "kind//a",
+    "kind/run",
+    "kind/run/",
+    "kind/run/\ud800",
+]
+
+
+@pytest.mark.parametrize("key", [*NO_KEYS, "calls/run/a", "calls/run/train/s/", "calls/run//s/a"])
 async def test_a_key_without_kind_and_partition_is_refused(records: RecordStore, key: str) -> None:
     with pytest.raises(InvalidInput, match="record key"):
         await records.get([key])
@@ -95,7 +161,7 @@ async def test_a_key_without_kind_and_partition_is_refused(records: RecordStore,
         await records.write([create(key)])
 
 
-@pytest.mark.parametrize("prefix", ["", "kind", "kind/", "kind/run"])
+@pytest.mark.parametrize("prefix", ["", "kind", "kind/", "kind/run", "calls/run/", "calls/run/train/s"])
 async def test_a_scan_of_more_than_a_partition_is_refused(records: RecordStore, prefix: str) -> None:
     with pytest.raises(InvalidInput, match="kind/partition/"):
         await records.scan(prefix)
@@ -119,24 +185,13 @@ async def test_processes_that_count_up_one_record_lose_no_step(
     assert await records.get(["kind/run/counter"]) == [Stored(key="kind/run/counter", value=b"400", version=400)]
 
 
-def lines_before_death(command: list[str], num_lines: int) -> list[str]:
-    """What a process printed that was killed once it had printed `num_lines`."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(num_lines)]
-        process.send_signal(signal.SIGKILL)
-        return lines + process.stdout.readlines()
-
-
 async def test_what_was_written_survives_the_death_of_its_writer(
-    records: RecordStore, open_queue: Callable[..., Queue], child: Callable[..., list[str]]
+    records: RecordStore, child: Callable[..., list[str]]
 ) -> None:
-    lines = await asyncio.to_thread(lines_before_death, child("write_forever", "kind/run/"), 50)
-    acknowledged = {int(line) for line in lines if line.endswith("\n")}
+    lines = await asyncio.to_thread(killed_after, child("record_forever", "kind/run/"), 50)
+    acknowledged = {int(line) for line in lines}
     stored = {int(item.key.removeprefix("kind/run/")) for item in await records.scan("kind/run/", limit=100_000)}
     assert len(acknowledged) >= 50
     assert acknowledged <= stored
     # The one that was under way when it died may be there, and no other.
     assert len(stored) <= len(acknowledged) + 1
-    sent = {int(item.group) for item in await open_queue().lease(max_messages=100_000, lease_s=30)}
-    assert acknowledged <= sent

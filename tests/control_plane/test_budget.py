@@ -15,7 +15,7 @@ from tests.e2e.processes import PARAMETERS, Running, is_alive, start_resume, sta
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.budget import num_tokens
-from turnmill.records import Call, Purpose, SampleRecord, SampleState, decode, sample_prefix
+from turnmill.records import Call, Purpose, SampleRecord, SampleState, call_prefix, decode, sample_prefix
 from turnmill.training.history import scan_all
 from turnmill.wiring.event_loop import run_loop
 
@@ -51,8 +51,10 @@ def counted(root: Path, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
         try:
             sums: dict[str, int] = {}
             for purpose in Purpose:
-                for stored in await scan_all(ports.records, f"calls/{run_id}/{purpose}/"):
-                    sums[purpose] = sums.get(purpose, 0) + decode(stored.value, Call).num_sampled
+                for sample in await scan_all(ports.records, sample_prefix(run_id, purpose)):
+                    sample_id = decode(sample.value, SampleRecord).sample_id
+                    for call in await scan_all(ports.records, call_prefix(run_id, purpose, sample_id)):
+                        sums[purpose] = sums.get(purpose, 0) + decode(call.value, Call).num_sampled
             return await num_tokens(ports.records, run_id), sums
         finally:
             ports.close()

@@ -25,7 +25,17 @@ from turnmill.conversation.history import ended_message
 from turnmill.errors import NotFound
 from turnmill.generation.answers import response_of
 from turnmill.ports import Message, RunPorts, Stored
-from turnmill.records import Call, Purpose, SampleRecord, SampleState, Version, decode, encode, sample_prefix
+from turnmill.records import (
+    Call,
+    Purpose,
+    SampleRecord,
+    SampleState,
+    Version,
+    call_prefix,
+    decode,
+    encode,
+    sample_prefix,
+)
 from turnmill.wiring.event_loop import run_loop
 
 Fault = Callable[[Victim, Random], str]
@@ -271,8 +281,7 @@ async def _reported(ports: RunPorts, victim: Victim, random: Random, kind: str) 
     sample = decode(random.choice(ended).value, SampleRecord)
     if kind == "rollout_response":
         return ended_message(replace(sample, state=SampleState.REPORTED))
-    prefix = f"calls/{victim.run_id}/{Purpose.TRAIN}/"
-    found = await ports.records.scan(prefix, limit=500)
+    found = await ports.records.scan(call_prefix(victim.run_id, Purpose.TRAIN, sample.sample_id))
     call = decode(random.choice(found).value, Call)
     return Message(body=encode(response_of(call)), group=call.key, dedup_id=call.key)
 

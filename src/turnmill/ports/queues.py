@@ -122,7 +122,10 @@ class Queue(WorkQueue, QueueAdmin, Protocol):
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How much a write adds to a counter: the record under `key`, a decimal number, 0 before the first one."""
+    """How much a write adds to a counter: the record under `key`, a decimal number, 0 before the first one.
+
+    Counters are written by counts alone, and are of another kind than the records that they count.
+    """
 
     key: str
     amount: int

@@ -73,7 +73,10 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RecordStore(Protocol):
-    """Small records with compare-and-set. Keys are `kind/partition/...`; reads are strongly consistent per key."""
+    """Small records with compare-and-set. Keys are `kind/partition/rest`; reads are strongly consistent per key.
+
+    Each method raises `InvalidInput` for a key that is none (`record_keys`), or that is longer than the backend allows.
+    """
 
     async def get(self, keys: Sequence[str]) -> list[Stored | None]:
         """One entry a key, in order; None where there is no record."""
@@ -82,14 +85,15 @@ class RecordStore(Protocol):
     async def write(self, writes: Sequence[Write]) -> list[bool]:
         """Try each write; True where it was applied, False where the expectation did not hold.
 
-        Each write is atomic by itself, the sequence is not. Writes to one key are applied in order.
+        Each write is atomic by itself, the sequence is not. Writes to one key are applied in order. Where it raises
+        `BackendUnavailable`, any of them may have been applied.
         """
         ...
 
     async def scan(self, prefix: str, *, after: str = "", limit: int = 1000) -> list[Stored]:
         """Records whose key starts with `prefix` and is greater than `after`, by key, at most `limit`.
 
-        `prefix` holds at least `kind/partition/`. Pages are not a snapshot.
+        `prefix` holds at least `kind/partition/`. Pages are not a snapshot; one with less than `limit` is the last.
         """
         ...
 

@@ -1,6 +1,12 @@
-"""Under which keys records are stored. The first two segments are a partition."""
+"""Under which keys records are stored: `kind/partition/rest`. A scan stays within a partition."""
+
+from collections.abc import Mapping
 
 from turnmill.records.outcomes import Purpose
+
+# Segments of the partition, by kind; one for all others. Calls are most of what a run writes, so that each sample's are
+# a partition: no place that keeps a partition serves more than a few conversations.
+PARTITION_SEGMENTS: Mapping[str, int] = {"calls": 3}
 
 
 def segment(text: str) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from turnmill.backends.embedded.queue import SqliteQueue
-from turnmill.backends.embedded.records import kind_of, write_one
+from turnmill.backends.embedded.records import write_one
 from turnmill.backends.embedded.sqlite import Database
 from turnmill.errors import InvalidInput
 from turnmill.ports import Count, Message, Write
+from turnmill.ports.record_keys import key_parts
 
 # A counter is a record whose value is its digits.
 _ADD = (
@@ -28,10 +29,14 @@ class SqliteOutbox:
         self._queue = queue
 
     async def write(self, entries: Sequence[tuple[Write, Message]], counts: Sequence[Count] = ()) -> list[bool]:
-        """See `ports.Outbox.write`; raises `InvalidInput` for a key of another kind than the file holds."""
+        """See `ports.Outbox.write`; raises `InvalidInput` for a record of another kind, and a counter of this one."""
+        kind = self._database.path.stem
         for write, _ in entries:
-            if kind_of(write.key) != self._database.path.stem:
+            if key_parts(write.key).kind != kind:
                 raise InvalidInput(f"record {write.key!r} does not lie in {self._database.path.name}")
+        for key in {count.key for count in counts}:
+            if key_parts(key).kind == kind:
+                raise InvalidInput(f"counter {key!r} is of the kind of the records that it counts")
         return await self._database.write(partial(self._write, entries=entries, counts=counts)) if entries else []
 
     def _write(

@@ -1,7 +1,6 @@
 """Records in SQLite, one file a kind (the first segment of a key), so that kinds do not wait for one another."""
 
 import asyncio
-import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from turnmill.backends.embedded.sqlite import BUSY_S, Database, touch
-from turnmill.errors import InvalidInput
 from turnmill.ports import Stored, Write
+from turnmill.ports.record_keys import key_parts, prefix_parts
 
 T = TypeVar("T")
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT NOT NULL UNIQUE, value BLOB NOT NULL, version INTEGER NOT NULL);"
-_KIND = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _UPSERT = (
     "INSERT INTO records VALUES (?, ?, 1) ON CONFLICT (key) DO UPDATE SET value = excluded.value, version = version + 1"
 )
@@ -26,8 +24,6 @@ class SqliteRecordStore:
     """Implements `ports.RecordStore` in `folder`, or in `shared` files (which have the tables of `SCHEMA`) by kind.
 
     Writes of one call to one kind share a transaction.
-
-    Each method raises `InvalidInput` for a key that is not `kind/partition/...`.
     """
 
     def __init__(self, folder: Path, *, busy_s: float = BUSY_S, shared: Mapping[str, Database] | None = None) -> None:
@@ -40,7 +36,7 @@ class SqliteRecordStore:
         found: dict[str, Stored] = {}
         by_kind: defaultdict[str, list[str]] = defaultdict(list)
         for key in keys:
-            by_kind[kind_of(key)].append(key)
+            by_kind[key_parts(key).kind].append(key)
         databases = [(self._database(kind), wanted) for kind, wanted in by_kind.items()]
         for part in await _all(
             [database.read(partial(_get, keys=wanted)) for database, wanted in databases if database.exists]
@@ -53,7 +49,7 @@ class SqliteRecordStore:
         applied = [False] * len(writes)
         by_kind: defaultdict[str, list[int]] = defaultdict(list)
         for index, write in enumerate(writes):
-            by_kind[kind_of(write.key)].append(index)
+            by_kind[key_parts(write.key).kind].append(index)
         outcomes = await _all(
             [
                 self._database(kind).write(partial(_write, writes=[writes[index] for index in indices]))
@@ -66,9 +62,7 @@ class SqliteRecordStore:
         return applied
 
     async def scan(self, prefix: str, *, after: str = "", limit: int = 1000) -> list[Stored]:
-        """See `ports.RecordStore.scan`; raises `InvalidInput` for a prefix shorter than `kind/partition/`."""
-        if prefix.count("/") < 2:
-            raise InvalidInput(f"scan prefix {prefix!r} must hold at least kind/partition/")
+        """See `ports.RecordStore.scan`."""
         database = self._database(kind_of(prefix))
         if not database.exists:
             return []
@@ -94,17 +88,9 @@ async def _all(futures: Sequence[asyncio.Future[T]]) -> Sequence[T]:
     return (await futures[0],) if len(futures) == 1 else await asyncio.gather(*futures)
 
 
-def kind_of(key: str) -> str:
-    """The first segment of a record's key; raises `InvalidInput` for a key that is not `kind/partition/...`."""
-    kind, _, rest = key.partition("/")
-    partition, _, _ = rest.partition("/")
-    if _KIND.fullmatch(kind) is None or not partition:
-        raise InvalidInput(f"record key {key!r} must be kind/partition/..., kind of letters, digits, _ and -")
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"record key {key!r} is no valid Unicode text: {error.reason}") from error
-    return kind
+def kind_of(prefix: str) -> str:
+    """The kind of the records below a prefix; raises `InvalidInput` for one shorter than `kind/partition/`."""
+    return prefix_parts(prefix).kind
 
 
 def _get(connection: sqlite3.Connection, *, keys: Sequence[str]) -> dict[str, Stored]:
