@@ -3,12 +3,15 @@
 On AWS the services are those of an emulator (tests/aws/emulator.py).
 """
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.contracts import aws_queue
+from tests.contracts.clock import Later
 from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.blobs import FolderBlobStore
 from turnmill.backends.embedded.launcher import ProcessLauncher
@@ -19,9 +22,12 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.ports import BlobStore, Launcher, MetricSink, Queue, RecordStore, RunPorts, WeightStore
 
 # Suites that run on other backends, too, by the name of their file.
-SUITES: dict[str, list[str]] = {}
+SUITES: dict[str, list[str]] = {
+    "test_queue_contract": ["aws"],
+    "test_queue_take": ["aws"],
+}
 FAKE_ROLE = Path(__file__).with_name("fake_role.py")
-PORT_CHILD = Path(__file__).with_name("port_child.py")
+PORT_CHILD = "tests.contracts.port_child"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -36,7 +42,7 @@ def child(backend: str, tmp_path: Path) -> Callable[..., list[str]]:
     """The command of another process that works on the same ports: `child("increment", key, times)`."""
 
     def command(*arguments: object) -> list[str]:
-        return [sys.executable, str(PORT_CHILD), backend, str(tmp_path), *map(str, arguments)]
+        return [sys.executable, "-m", PORT_CHILD, backend, str(tmp_path), *map(str, arguments)]
 
     return command
 
@@ -48,8 +54,27 @@ def hands() -> list[float]:
 
 
 @pytest.fixture
-def open_queue(backend: str, tmp_path: Path, hands: list[float]) -> Iterator[Callable[..., Queue]]:
+def later(backend: str, hands: list[float]) -> Later:
+    """Lets seconds go by for `open_queue`'s queues; on AWS nobody can move the clock, so that it waits."""
+
+    async def move(seconds: float) -> None:
+        if backend == "embedded":
+            hands[0] += seconds
+        else:
+            await asyncio.sleep(seconds)
+
+    return move
+
+
+@pytest.fixture
+def open_queue(
+    backend: str, tmp_path: Path, hands: list[float], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Queue]]:
     """Opens the same queue each time, as another process would; `real_time=True` for one that tells real time."""
+    if backend == "aws":
+        request.getfixturevalue("emulator")
+        yield from _open_queues_on_aws(tmp_path)
+        return
     opened: list[SqliteQueue] = []
 
     def open_one(*, max_receives: int = 20, real_time: bool = False) -> Queue:
@@ -64,6 +89,17 @@ def open_queue(backend: str, tmp_path: Path, hands: list[float]) -> Iterator[Cal
     yield open_one
     for queue in opened:
         queue.close()
+
+
+def _open_queues_on_aws(folder: Path) -> Iterator[Callable[..., Queue]]:
+    clients, name = aws_queue.open_clients(), aws_queue.queue_name(folder)
+
+    def open_one(*, max_receives: int = 20, real_time: bool = True) -> Queue:
+        aws_queue.make_queue(clients, name, max_receives=max_receives)
+        return aws_queue.open_queue(clients, name)
+
+    yield open_one
+    clients.close()
 
 
 @pytest.fixture

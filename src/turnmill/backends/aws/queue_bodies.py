@@ -4,7 +4,7 @@
 
 | body | on the wire | attribute `turnmill.encoding` |
 |---|---|---|
-| UTF-8 that SQS takes: all JSON | as it is | absent: others read it as plain JSON, and what others send is read as text |
+| UTF-8 that SQS takes: all JSON | as it is | absent, as in what others send, who read and write plain JSON |
 | other bytes, and none at all | `base64,` and the base64 of it | `base64` |
 | above `MAX_INLINE_BYTES` on the wire | the key of an object in S3 | `object` |
 
