@@ -35,7 +35,8 @@ class WorkQueue(Protocol):
     """At-least-once FIFO per group: while messages of a group are leased, later ones of that group wait.
 
     One lease may bring several messages of a group, in their order; where one of them is released and a later one is
-    not, they come back out of order. Durations may be rounded up to whole seconds; leases and delays are of 12 h at most.
+    not, they come back out of order. Durations may be rounded up to whole seconds; a lease or a delay is of
+    12 h at most.
     """
 
     async def send(self, messages: Sequence[Message]) -> None:

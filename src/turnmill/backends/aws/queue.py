@@ -28,6 +28,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from msgspec import structs
+
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.queue_admin import DeadLetterQueue, count, purge
 from turnmill.backends.aws.queue_bodies import Overflow, UnreadableBody, body_of, group_of, to_wire
@@ -133,8 +135,8 @@ class SqsQueue:
 
     def _lease(self, max_messages: int, visibility_s: int, wait_s: float, handover: "_Handover") -> list[Leased]:
         leased: list[Leased] = []
-        for received in self._rounds(max_messages, visibility_s, wait_s, handover):
-            leased += [item for _, item in self._read(received)]
+        for brought in self._rounds(max_messages, visibility_s, wait_s, handover):
+            leased += brought
         if handover.bring([item.receipt for item in leased]):
             return leased
         self._give_back([item.receipt for item in leased])
@@ -142,13 +144,12 @@ class SqsQueue:
 
     def _take(self, max_messages: int, wait_s: float, handover: "_Handover") -> list[Leased]:
         taken: list[Leased] = []
-        for received in self._rounds(max_messages, _TAKE_S, wait_s, handover):
-            read = self._read(received)
-            handles = [message.handle for message, _ in read]
+        for brought in self._rounds(max_messages, _TAKE_S, wait_s, handover):
+            handles = [item.receipt for item in brought]
             if handover.is_abandoned:
                 self._give_back(handles)
                 break
-            taken += [_without_receipt(item) for _, item in read]
+            taken += [structs.replace(item, receipt="") for item in brought]
             try:
                 self._queue.delete(handles)
             except BackendUnavailable as error:
@@ -159,7 +160,7 @@ class SqsQueue:
 
     def _rounds(
         self, max_messages: int, visibility_s: int, wait_s: float, handover: "_Handover"
-    ) -> Iterator[list[Received]]:
+    ) -> Iterator[list[Leased]]:
         """Receives until there are `max_messages` or one comes back short; waits for the first message only.
 
         Raises where the first one fails; later ones must not cost what the earlier ones brought.
@@ -171,6 +172,7 @@ class SqsQueue:
             wanted = min(max_messages - num_received, MAX_BATCH)
             try:
                 received = self._queue.receive(max_messages=wanted, visibility_s=visibility_s, wait_s=poll_s)
+                brought = self._read(received)
             except BackendUnavailable as error:
                 if not num_received:
                     raise
@@ -178,7 +180,7 @@ class SqsQueue:
                 return
             if received:
                 num_received += len(received)
-                yield received
+                yield brought
             if 0 < len(received) < wanted:
                 return
             # Whole seconds: a wait is over when less than half of one is left.
@@ -186,9 +188,9 @@ class SqsQueue:
             if not received and poll_s <= 0:
                 return
 
-    def _read(self, received: Sequence[Received]) -> list[tuple[Received, Leased]]:
+    def _read(self, received: Sequence[Received]) -> list[Leased]:
         """What can be read; the rest stays hidden, comes back, and ends among the dead letters."""
-        read: list[tuple[Received, Leased]] = []
+        read: list[Leased] = []
         try:
             for message in received:
                 try:
@@ -196,15 +198,14 @@ class SqsQueue:
                 except UnreadableBody as error:
                     logger.error("message %s of %s is left: %s", message.message_id, self._queue.name, error)
                     continue
-                leased = Leased(body=body, group=group, receipt=message.handle, num_receives=message.num_receives)
-                read.append((message, leased))
+                read.append(Leased(body=body, group=group, receipt=message.handle, num_receives=message.num_receives))
         except BackendUnavailable:
             self._give_back([message.handle for message in received])
             raise
         return read
 
     def _give_back(self, handles: Sequence[str]) -> None:
-        give_back(self._queue, handles, logger.warning)
+        give_back(self._queue, handles)
 
 
 class _Handover:
@@ -240,7 +241,3 @@ def whole_seconds(seconds: float) -> int:
             f"a message can be leased or delayed for at most {MAX_VISIBILITY_S} s on SQS, not {seconds:g} s"
         )
     return max(0, math.ceil(seconds))
-
-
-def _without_receipt(leased: Leased) -> Leased:
-    return Leased(body=leased.body, group=leased.group, receipt="", num_receives=leased.num_receives)

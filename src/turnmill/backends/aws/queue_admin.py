@@ -119,7 +119,7 @@ class DeadLetterQueue:
             letters = dict(sorted(letters.items(), key=lambda item: item[1].sent_at))
             yield letters
         finally:
-            give_back(self._queue, [letter.handle for letter in letters.values()], logger.warning)
+            give_back(self._queue, [letter.handle for letter in letters.values()])
 
     def _send_again(self, letters: Sequence[Received]) -> None:
         """As they came, and past the deduplication of their first sending; not of one that was redriven just before."""
@@ -139,11 +139,12 @@ class DeadLetterQueue:
         )
 
     def _letter(self, letter: Received, max_receives: int) -> DeadLetter:
+        body, group = letter.body.encode(), letter.group_id
         try:
-            body, group = body_of(letter, self._overflow), group_of(letter)
+            group = group_of(letter)
+            body = body_of(letter, self._overflow)
         except UnreadableBody as error:
             logger.warning("dead letter %s of %s: %s", letter.message_id, self._queue.name, error)
-            body, group = letter.body.encode(), letter.group_id
         return DeadLetter(
             letter_id=letter.message_id, body=body, group=group, num_receives=max_receives, dead_at=letter.sent_at
         )

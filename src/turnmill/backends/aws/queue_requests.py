@@ -9,16 +9,18 @@
 | of single entries, for what they are | nobody |
 """
 
+import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.errors import BackendUnavailable, InvalidInput, NotFound
 
+logger = logging.getLogger(__name__)
 # Limits of the service.
 MAX_BATCH, MAX_BATCH_BYTES = 10, 1_048_576
 MAX_POLL_S, MAX_VISIBILITY_S = 20, 43_200
@@ -178,12 +180,12 @@ def batches_of(outgoing: Sequence[Outgoing]) -> list[list[Outgoing]]:
     return batches
 
 
-def give_back(queue: QueueRequests, handles: Sequence[str], log: Callable[..., None]) -> None:
-    """Messages that nobody will use; where SQS can't be reached they come back at the end of their lease."""
+def give_back(queue: QueueRequests, handles: Sequence[str]) -> None:
+    """Messages that nobody will use; where that can't be done they come back at the end of their lease."""
     try:
         queue.hide(handles, 0)
-    except BackendUnavailable as error:
-        log("%d messages of %s stay hidden until their lease ends: %s", len(handles), queue.name, error)
+    except (BackendUnavailable, NotFound) as error:
+        logger.warning("%d messages of %s are not given back: %s", len(handles), queue.name, error)
 
 
 def _received(message: Mapping[str, Any]) -> Received:
