@@ -31,10 +31,12 @@ PORT_CHILD = "tests.contracts.port_child"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Suites ask for `backend`, mostly through the fixtures that open a port."""
+    """Suites ask for `backend`, mostly through the fixtures that open a port; what waits in real time is slow."""
     if "backend" in metafunc.fixturenames:
         suite = metafunc.module.__name__.rpartition(".")[2]
-        metafunc.parametrize("backend", ["embedded", *SUITES.get(suite, [])], scope="function")
+        marks = [pytest.mark.slow] if "later" in metafunc.fixturenames else []
+        others = [pytest.param(backend, marks=marks) for backend in SUITES.get(suite, [])]
+        metafunc.parametrize("backend", ["embedded", *others], scope="function")
 
 
 @pytest.fixture

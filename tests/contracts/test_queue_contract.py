@@ -55,9 +55,9 @@ async def test_messages_of_a_group_come_in_order_however_many_at_a_time(queue: Q
 async def test_a_delayed_message_blocks_its_group(queue: Queue, later: Later) -> None:
     await queue.send([message("a1", group="a"), message("a2", group="a")])
     [leased] = await take(queue, 1)
-    await queue.release([leased.receipt], delay_s=1)
+    await queue.release([leased.receipt], delay_s=2)
     assert await take(queue) == []
-    await later(1.1)
+    await later(2.1)
     assert bodies(await take(queue, 1)) == ["a1"]
 
 
@@ -89,20 +89,20 @@ async def test_an_id_is_swallowed_even_after_its_message_was_acked(queue: Queue)
 
 async def test_a_leased_message_is_hidden_until_the_lease_runs_out(queue: Queue, later: Later) -> None:
     await queue.send([message("a")])
-    await take(queue, lease_s=2)
+    await take(queue, lease_s=3)
     await later(1)
     assert await take(queue) == []
-    await later(1.2)
+    await later(2.1)
     [again] = await take(queue)
     assert again.num_receives == 2
 
 
 async def test_an_extended_lease_lasts_longer(queue: Queue, later: Later) -> None:
     await queue.send([message("a")])
-    [leased] = await take(queue, lease_s=2)
-    await later(1.2)
-    assert await queue.extend([leased.receipt], 2) == [True]
-    await later(1.2)
+    [leased] = await take(queue, lease_s=3)
+    await later(1.5)
+    assert await queue.extend([leased.receipt], 4) == [True]
+    await later(2)
     assert await take(queue) == []
     assert await queue.ack([leased.receipt]) == [True]
 
@@ -186,13 +186,13 @@ async def test_counts_tell_available_hidden_and_dead(open_queue: Callable[..., Q
     queue = open_queue(max_receives=1)
     assert await queue.counts() == QueueCounts(available=0, in_flight=0, delayed=0, dead=0)
     await queue.send([message(str(number)) for number in range(5)])
-    dead, delayed, _ = await take(queue, 3, lease_s=1)
+    dead, delayed, _ = await take(queue, 3, lease_s=3)
     await queue.release([dead.receipt])
     assert bodies(await take(queue, 1)) == ["3"]
     await queue.release([delayed.receipt], delay_s=20)
     counts = await queue.counts()
     assert (counts.available, counts.in_flight + counts.delayed, counts.dead, counts.num_held) == (1, 3, 1, 5)
-    await later(1.2)
+    await later(3.1)
     counts = await queue.counts()
     assert (counts.available, counts.in_flight + counts.delayed, counts.dead, counts.num_held) == (2, 2, 1, 5)
 

@@ -44,9 +44,9 @@ async def test_the_messages_of_a_group_are_taken_in_order_each_making_way_for_th
 
 async def test_nothing_is_taken_past_a_message_of_its_group_that_is_leased(queue: Queue, later: Later) -> None:
     await queue.send([message("a1", "a"), message("a2", "a"), message("b1", "b")])
-    [leased] = await queue.lease(max_messages=1, lease_s=1.0)
+    [leased] = await queue.lease(max_messages=1, lease_s=2.0)
     assert bodies(await queue.take(max_messages=10)) == ["b1"]
-    await later(1.1)
+    await later(2.1)
     again = await queue.take(max_messages=1)
     assert [(item.body, item.num_receives) for item in again] == [(b"a1", 2)]
     assert await queue.ack([leased.receipt]) == [False]
