@@ -24,6 +24,7 @@ from turnmill.ports import Leased, Message
 
 # The queue of the test behind a proxy, and the proxy.
 OpenProxied = Callable[..., tuple[ScriptedProxy, SqsQueue]]
+BODIES = [b"", b"\xff\x00", b"text\x0b", b" \r\n\t", "é𝄞\ufffe".encode(), b"base64,", b'{"a": 1}']
 ODD_IDS = ["", "a b/c", "日本\n\x00", "half of a surrogate pair: \ud800", "x" * 1000]
 
 
@@ -92,9 +93,7 @@ async def test_groups_and_deduplication_ids_may_be_of_any_alphabet_and_length(qu
     assert [(item.body, item.group) for item in await queue.take(max_messages=10)] == [(b"b", odd)]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"\xff\x00", b"text\x0b", b" \r\n\t", "é𝄞\ufffe".encode(), b"base64,", b'{"a": 1}']
-)
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 async def test_any_body_comes_as_it_was_sent(queue: SqsQueue, body: bytes) -> None:
     await queue.send([message(body, "g")])
     assert [item.body for item in await queue.take(max_messages=1)] == [body]
