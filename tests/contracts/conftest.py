@@ -3,6 +3,7 @@
 On AWS the services are those of an emulator (tests/aws/emulator.py).
 """
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.aws.emulator import Emulator
-from tests.contracts import aws_objects, aws_records
+from tests.contracts import aws_objects, aws_queue, aws_records
+from tests.contracts.clock import Later
 from tests.contracts.outbox_side import OutboxSide
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.outbox import DynamoOutbox
@@ -40,6 +42,8 @@ SUITES: dict[str, list[str]] = {
     "test_metrics_contract": ["aws"],
     "test_models_contract": ["aws"],
     "test_outbox_contract": ["aws"],
+    "test_queue_contract": ["aws"],
+    "test_queue_take": ["aws"],
     "test_records_contract": ["aws"],
 }
 # Suites of ports that only one backend needs: the folders of the embedded one last by themselves.
@@ -49,10 +53,15 @@ PORT_CHILD = "tests.contracts.port_child"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Suites ask for `backend`, mostly through the fixtures that open a port."""
+    """Suites ask for `backend`, mostly through the fixtures that open a port; what waits in real time is slow."""
     if "backend" in metafunc.fixturenames:
         suite = metafunc.module.__name__.rpartition(".")[2]
-        backends = ["aws"] if suite in AWS_ONLY else ["embedded", *SUITES.get(suite, [])]
+        marks = [pytest.mark.slow] if "later" in metafunc.fixturenames else []
+        if suite in AWS_ONLY:
+            backends = [pytest.param("aws", marks=marks)]
+        else:
+            others = [pytest.param(backend, marks=marks) for backend in SUITES.get(suite, [])]
+            backends = [pytest.param("embedded"), *others]
         metafunc.parametrize("backend", backends, scope="function")
 
 
@@ -73,8 +82,27 @@ def hands() -> list[float]:
 
 
 @pytest.fixture
-def open_queue(backend: str, tmp_path: Path, hands: list[float]) -> Iterator[Callable[..., Queue]]:
+def later(backend: str, hands: list[float]) -> Later:
+    """Lets seconds go by for `open_queue`'s queues; on AWS nobody can move the clock, so that it waits."""
+
+    async def move(seconds: float) -> None:
+        if backend == "embedded":
+            hands[0] += seconds
+        else:
+            await asyncio.sleep(seconds)
+
+    return move
+
+
+@pytest.fixture
+def open_queue(
+    backend: str, tmp_path: Path, hands: list[float], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Queue]]:
     """Opens the same queue each time, as another process would; `real_time=True` for one that tells real time."""
+    if backend == "aws":
+        request.getfixturevalue("emulator")
+        yield from _open_queues_on_aws(tmp_path)
+        return
     opened: list[SqliteQueue] = []
 
     def open_one(*, max_receives: int = 20, real_time: bool = False) -> Queue:
@@ -89,6 +117,17 @@ def open_queue(backend: str, tmp_path: Path, hands: list[float]) -> Iterator[Cal
     yield open_one
     for queue in opened:
         queue.close()
+
+
+def _open_queues_on_aws(folder: Path) -> Iterator[Callable[..., Queue]]:
+    clients, name = aws_queue.open_clients(), aws_queue.queue_name(folder)
+
+    def open_one(*, max_receives: int = 20, real_time: bool = True) -> Queue:
+        aws_queue.make_queue(clients, name, max_receives=max_receives)
+        return aws_queue.open_queue(clients, name)
+
+    yield open_one
+    clients.close()
 
 
 @pytest.fixture

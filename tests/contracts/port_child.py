@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.contracts import aws_objects, aws_records
+from tests.contracts import aws_objects, aws_queue, aws_records
 from tests.contracts.published import MODEL
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.outbox import DynamoOutbox
@@ -19,7 +19,7 @@ from turnmill.backends.embedded import open_run
 from turnmill.backends.embedded.models import FolderModelStore
 from turnmill.backends.embedded.queue import SqliteQueue
 from turnmill.backends.embedded.records import SqliteRecordStore
-from turnmill.ports import Count, Message, ModelStore, Outbox, RecordStore, Write
+from turnmill.ports import Count, Message, ModelStore, Outbox, Queue, RecordStore, Write
 
 BACKEND = sys.argv[1] if len(sys.argv) > 1 else ""
 
@@ -84,49 +84,62 @@ async def send_forever(folder: Path) -> None:
         number += 1
 
 
+@contextmanager
+def opened_queue(folder: Path) -> Iterator[Queue]:
+    """The queue that the suites open in `folder`, on the backend of this process."""
+    if BACKEND == "aws":
+        clients = aws_queue.open_clients()
+        yield aws_queue.open_queue(clients, aws_queue.queue_name(folder))
+        clients.close()
+    else:
+        queue = SqliteQueue(folder / "queue.db")
+        yield queue
+        queue.close()
+
+
 async def consume(folder: Path, times: str) -> None:
     """Lease and acknowledge `times` messages one at a time, waiting for each; print their bodies."""
-    queue = SqliteQueue(folder / "queue.db")
-    print("ready", flush=True)
-    for _ in range(int(times)):
-        leased = await queue.lease(max_messages=1, lease_s=30, wait_s=30)
-        await queue.ack([message.receipt for message in leased])
-        print(leased[0].body.decode(), flush=True)
-    queue.close()
+    with opened_queue(folder) as queue:
+        print("ready", flush=True)
+        for _ in range(int(times)):
+            leased = await queue.lease(max_messages=1, lease_s=30, wait_s=30)
+            await queue.ack([message.receipt for message in leased])
+            print(leased[0].body.decode(), flush=True)
 
 
 async def lease(folder: Path, lease_s: str) -> None:
     """Lease one message, print its body and die with it."""
-    [leased] = await SqliteQueue(folder / "queue.db").lease(max_messages=1, lease_s=float(lease_s))
-    print(leased.body.decode(), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    with opened_queue(folder) as queue:
+        [leased] = await queue.lease(max_messages=1, lease_s=float(lease_s))
+        print(leased.body.decode(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def drain(folder: Path) -> None:
     """Take what comes, together with others, until all messages are gone; print the bodies."""
-    queue = SqliteQueue(folder / "queue.db")
-    while (await queue.counts()).available + (await queue.counts()).in_flight > 0:
-        leased = await queue.lease(max_messages=5, lease_s=30, wait_s=0.1)
-        acked = await queue.ack([message.receipt for message in leased])
-        for message, done in zip(leased, acked, strict=True):
-            assert done
-            print(message.body.decode())
-    queue.close()
+    with opened_queue(folder) as queue:
+        while (await queue.counts()).available + (await queue.counts()).in_flight > 0:
+            leased = await queue.lease(max_messages=5, lease_s=30, wait_s=0.1)
+            acked = await queue.ack([message.receipt for message in leased])
+            for message, done in zip(leased, acked, strict=True):
+                assert done
+                print(message.body.decode())
 
 
 async def take(folder: Path) -> None:
     """Take one message, print its body and die with it."""
-    [taken] = await SqliteQueue(folder / "queue.db").take(max_messages=1)
-    print(taken.body.decode(), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    with opened_queue(folder) as queue:
+        [taken] = await queue.take(max_messages=1)
+        print(taken.body.decode(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def take_forever(folder: Path) -> None:
     """Take one message after another and print their bodies, until killed."""
-    queue = SqliteQueue(folder / "queue.db")
-    while True:
-        for taken in await queue.take(max_messages=1, wait_s=30):
-            print(taken.body.decode(), flush=True)
+    with opened_queue(folder) as queue:
+        while True:
+            for taken in await queue.take(max_messages=1, wait_s=30):
+                print(taken.body.decode(), flush=True)
 
 
 async def answer_forever(folder: Path, first: str) -> None:
@@ -155,8 +168,18 @@ def open_models(folder: Path) -> ModelStore:
     return FolderModelStore(folder / "models")
 
 
-# Those that work on a record store, on an outbox or on models.
-_AWS_VERBS = ("increment", "record_forever", "answer_forever", "publish")
+# All but those that need the ports of a run.
+_AWS_VERBS = (
+    "increment",
+    "record_forever",
+    "consume",
+    "drain",
+    "lease",
+    "take",
+    "take_forever",
+    "answer_forever",
+    "publish",
+)
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "increment": increment,
     "record_forever": record_forever,
@@ -172,8 +195,8 @@ VERBS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
 
 
 def main() -> None:
-    backend, folder, verb, *arguments = sys.argv[1:]
-    assert backend == "embedded" or verb in _AWS_VERBS
+    folder, verb, *arguments = sys.argv[2:]
+    assert BACKEND == "embedded" or verb in _AWS_VERBS
     asyncio.run(VERBS[verb](Path(folder), *arguments))
 
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from tests.contracts.killing import killed_after
+from tests.contracts.clock import Later
 from turnmill.ports import Leased, Message, Queue, QueueCounts
 
 EMPTY = QueueCounts(available=0, in_flight=0, delayed=0, dead=0)
@@ -19,10 +19,10 @@ def bodies(taken: list[Leased]) -> list[str]:
     return [item.body.decode() for item in taken]
 
 
-async def test_what_is_taken_comes_in_order_and_is_gone(queue: Queue, hands: list[float]) -> None:
+async def test_what_is_taken_comes_in_order_and_is_gone(queue: Queue, later: Later) -> None:
     await queue.send([message("a"), message("b"), message("c")])
     assert bodies(await queue.take(max_messages=2)) == ["a", "b"]
-    hands[0] += 1000.0
+    await later(1.1)
     assert bodies(await queue.take(max_messages=2)) == ["c"]
     assert await queue.take(max_messages=2) == []
     assert await queue.counts() == EMPTY
@@ -42,11 +42,11 @@ async def test_the_messages_of_a_group_are_taken_in_order_each_making_way_for_th
     assert await queue.counts() == EMPTY
 
 
-async def test_nothing_is_taken_past_a_message_of_its_group_that_is_leased(queue: Queue, hands: list[float]) -> None:
+async def test_nothing_is_taken_past_a_message_of_its_group_that_is_leased(queue: Queue, later: Later) -> None:
     await queue.send([message("a1", "a"), message("a2", "a"), message("b1", "b")])
-    [leased] = await queue.lease(max_messages=1, lease_s=30.0)
+    [leased] = await queue.lease(max_messages=1, lease_s=2.0)
     assert bodies(await queue.take(max_messages=10)) == ["b1"]
-    hands[0] += 31.0
+    await later(2.1)
     again = await queue.take(max_messages=1)
     assert [(item.body, item.num_receives) for item in again] == [(b"a1", 2)]
     assert await queue.ack([leased.receipt]) == [False]
@@ -100,32 +100,3 @@ async def test_what_a_process_took_that_was_killed_is_gone_and_nothing_else(
     ended = await asyncio.to_thread(subprocess.run, child("take"), stdout=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "a1\n")
     assert sorted(bodies(await queue.take(max_messages=10))) == ["a2", "b1"]
-
-
-async def test_a_process_that_is_killed_while_it_takes_loses_one_message_at_most_and_doubles_none(
-    open_queue: Callable[..., Queue], child: Callable[..., list[str]]
-) -> None:
-    queue = open_queue(real_time=True)
-    await queue.send([message(str(number), str(number % 3)) for number in range(300)])
-    seen = await asyncio.to_thread(killed_after, child("take_forever"), 40)
-    left = bodies(await queue.take(max_messages=1000))
-    told = [*seen, *left]
-    assert len(set(told)) == len(told)
-    assert len({*map(str, range(300))} - {*told}) <= 1
-
-
-async def test_a_first_transaction_that_is_undone_keeps_no_message_hidden_after_a_restart_of_the_machine(
-    open_queue: Callable[..., Queue], hands: list[float]
-) -> None:
-    """The times of the clock before are removed by a queue's first transaction, which a neighbour may spoil."""
-    before = open_queue()
-    await before.send([message("a")])
-    await before.lease(max_messages=1, lease_s=1000.0)
-    hands[0] = 20.0
-    after = open_queue()
-    unsendable = after.send([message("b", "half of a surrogate pair: \ud800")])
-    first, failed = await asyncio.gather(after.lease(max_messages=10, lease_s=30.0), unsendable, return_exceptions=True)
-    assert isinstance(failed, UnicodeEncodeError)
-    hands[0] += 1.0
-    assert isinstance(first, list)
-    assert bodies(first + await after.lease(max_messages=10, lease_s=30.0)) == ["a"]

@@ -13,10 +13,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is sent."""
 
     body: bytes
-    # Messages of one group are delivered in order, one at a time.
+    # Messages of one group are delivered in order.
     group: str
-    # A second send of the same id within the deduplication window (300 s) is swallowed; include the delivery epoch.
-    # None: never swallowed, for news that may well come twice.
+    # A second send of the same id to the same group within the deduplication window (300 s) is swallowed; include the
+    # delivery epoch. None: never swallowed, for news that may well come twice.
     dedup_id: str | None
 
 
@@ -32,32 +32,46 @@ class Leased(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class WorkQueue(Protocol):
-    """At-least-once FIFO per group: while a message of a group is leased, later ones of that group wait."""
+    """At-least-once FIFO per group: while messages of a group are leased, later ones of that group wait.
+
+    One lease may bring several messages of a group, in their order; where one of them is released and a later one is
+    not, they come back out of order. Durations may be rounded up to whole seconds; a lease or a delay is of
+    12 h at most.
+    """
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Append. All are durable on return; order within the sequence is kept per group."""
+        """Append. All are durable on return; order within the sequence is kept per group.
+
+        Where it raises or is cancelled, some of them may have been sent.
+        """
         ...
 
     async def lease(self, *, max_messages: int, lease_s: float, wait_s: float = 0.0) -> list[Leased]:
         """Up to `max_messages`, hidden from others for `lease_s`; waits up to `wait_s` for the first one.
 
-        A message received more often than the queue's limit goes to the dead letters instead.
+        A message received more often than the queue's limit goes to the dead letters instead. Without a wait, none may
+        come although there are some. Cancelled, it gives back what is on its way.
         """
         ...
 
     async def take(self, *, max_messages: int, wait_s: float = 0.0) -> list[Leased]:
-        """Like `lease`, but what comes is removed at once and never delivered again, whatever becomes of the caller.
+        """Like `lease`, but what comes is removed at once: for news of what is recorded elsewhere.
 
-        Half the work, for news of what is recorded elsewhere. The receipts are good for nothing.
+        Usually it comes once. Where the caller is cancelled or dies in the middle, what is on its way comes never or
+        again. The receipts are good for nothing.
         """
         ...
 
     async def extend(self, receipts: Sequence[str], lease_s: float) -> list[bool]:
-        """Renew leases from now; False where the lease was lost."""
+        """Renew leases from now; False where the lease was lost, at the latest once another has the message."""
         ...
 
     async def ack(self, receipts: Sequence[str]) -> list[bool]:
-        """Remove for good; False where the lease was lost (the message may be delivered again)."""
+        """Remove for good; False where the lease was lost (the message may be delivered again).
+
+        A lease that has run out is lost at the latest once another has the message. What was acked before may be True
+        or False: an answer may be lost on the way, and the request sent again.
+        """
         ...
 
     async def release(self, receipts: Sequence[str], *, delay_s: float = 0.0) -> None:
@@ -67,9 +81,10 @@ class WorkQueue(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCounts:
-    """Approximate on AWS, exact when embedded."""
+    """Exact, or approximate and up to a minute old."""
 
     available: int
+    # Leased; and those that were released with a delay, where nobody tells them apart.
     in_flight: int
     delayed: int
     dead: int
@@ -94,6 +109,7 @@ class DeadLetter:
     body: bytes
     group: str
     num_receives: int
+    # When it died, in seconds since the epoch; when it was sent, where nobody tells that.
     dead_at: float
 
 
@@ -103,13 +119,21 @@ class QueueAdmin(Protocol):
     async def counts(self) -> QueueCounts: ...
 
     async def purge(self) -> int:
-        """Remove all messages, leased ones too (dead letters stay); how many."""
+        """Remove all messages, leased ones too (dead letters stay); how many, as exact as the counts.
+
+        It may take a minute, and what is sent in that minute may go, too.
+        """
         ...
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]: ...
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """At most `limit`, the oldest ones first; those at which others look just then may be missing."""
+        ...
 
     async def redrive(self, letter_ids: Sequence[str] | None = None) -> int:
-        """Move the dead letters of these ids, or all, back, their counts at zero; how many were there."""
+        """Move the dead letters of these ids, or all, back, their counts at zero; how many were there.
+
+        Killed in the middle, it may leave one that it has sent among the dead letters.
+        """
         ...
 
     async def discard(self, letter_ids: Sequence[str]) -> int:

@@ -91,6 +91,8 @@ RETURNING id, grp, body, num_receives
 class SqliteQueue:
     """Implements `ports.Queue`. A lease is lost at the moment it runs out, whether or not another took the message.
 
+    Of a group one message is leased at a time; deduplication ids are those of the whole queue; counts are exact.
+
     A receipt is `<message id>.<token of the lease>`. `clock` gives seconds since some moment, the same one for all who
     open the queue, and never goes back while one of them lives; tests move it.
     """
@@ -128,7 +130,7 @@ class SqliteQueue:
         return await self._wait(partial(self._lease_now, max_messages, lease_s), wait_s)
 
     async def take(self, *, max_messages: int, wait_s: float = 0.0) -> list[Leased]:
-        """See `ports.WorkQueue.take`."""
+        """See `ports.WorkQueue.take`. What came never comes again, whatever becomes of the caller."""
         return await self._wait(partial(self._take_now, max_messages), wait_s)
 
     async def extend(self, receipts: Sequence[str], lease_s: float) -> list[bool]:

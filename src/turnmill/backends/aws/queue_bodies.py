@@ -1,0 +1,131 @@
+"""How a message is put on the wire of SQS, and read from it.
+
+    Message -> text | base64 | an object in S3 -> SQS -> bytes
+
+| body | on the wire | attribute `turnmill.encoding` |
+|---|---|---|
+| UTF-8 that SQS takes: all JSON | as it is | absent, as in what others send, who read and write plain JSON |
+| other bytes, and none at all | `base64,` and the base64 of it | `base64` |
+| above `MAX_INLINE_BYTES` on the wire | the key of an object in S3 | `object` |
+
+Group and deduplication ids are SHA-256 digests: ours are of any length and alphabet. The group itself travels, as JSON,
+in the attribute `turnmill.group`; of a message that others sent it is the id that SQS knows.
+
+Objects are named by the digest of their content, so that what is sent again, or redriven, needs no other one and
+nobody has to know who is the last to read it: they go with the run's resources, not with their message.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+import uuid
+
+from turnmill.backends.aws.clients import AwsClients, Refused
+from turnmill.backends.aws.queue_requests import Outgoing, Received
+from turnmill.ports import Message
+
+MAX_INLINE_BYTES = 200_000
+GROUP, ENCODING = "turnmill.group", "turnmill.encoding"
+_BASE64, _OBJECT = "base64", "object"
+# It keeps an empty body from being empty on the wire, too, which SQS refuses.
+_BASE64_PREFIX = "base64,"
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class UnreadableBody(Exception):
+    """A message's body can't be read, and another try would end the same."""
+
+
+class Overflow:
+    """Bodies that are too large for a message: objects below `prefix` (`runs/<run_id>/messages/`) of a bucket."""
+
+    def __init__(self, clients: AwsClients, bucket: str, prefix: str) -> None:
+        self._clients = clients
+        self._bucket = bucket
+        self._prefix = prefix
+
+    def put(self, body: bytes) -> str:
+        """Store; returns the key. The same body always has the same one."""
+        key = self._prefix + hashlib.sha256(body).hexdigest()
+        self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
+        return key
+
+    def get(self, key: str) -> bytes:
+        """The body under `key`; raises `UnreadableBody` for one that is absent, damaged or not below our prefix."""
+        if not key.startswith(self._prefix):
+            raise UnreadableBody(f"its body is said to be at {key!r}, which is not below {self._prefix}")
+        try:
+            body: bytes = self._clients.work_with(
+                "s3", "get_object", lambda client: client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+            )
+        except Refused as refused:
+            raise UnreadableBody(f"its body can't be read at s3://{self._bucket}/{key}: {refused}") from refused
+        if not key.endswith(hashlib.sha256(body).hexdigest()):
+            raise UnreadableBody(f"its body at s3://{self._bucket}/{key} is not the one that was stored")
+        return body
+
+
+def to_wire(message: Message, overflow: Overflow) -> Outgoing:
+    """`message` with a deduplication id of its own where it has none; stores its body first where it is too large."""
+    body, encoding = _encoded(message.body)
+    if len(body.encode()) > MAX_INLINE_BYTES:
+        body, encoding = overflow.put(message.body), _OBJECT
+    attributes = {GROUP: _string(json.dumps(message.group))}
+    if encoding is not None:
+        attributes[ENCODING] = _string(encoding)
+    return Outgoing(
+        group_id=digest(message.group),
+        dedup_id=uuid.uuid4().hex if message.dedup_id is None else digest(message.dedup_id),
+        body=body,
+        attributes=attributes,
+    )
+
+
+def body_of(received: Received, overflow: Overflow) -> bytes:
+    """Raises `UnreadableBody`."""
+    encoding = received.attributes.get(ENCODING, {}).get("StringValue")
+    if encoding is None:
+        return received.body.encode()
+    if encoding == _OBJECT:
+        return overflow.get(received.body)
+    if encoding != _BASE64 or not received.body.startswith(_BASE64_PREFIX):
+        raise UnreadableBody(f"its body has the unknown encoding {encoding!r}")
+    try:
+        return base64.b64decode(received.body.removeprefix(_BASE64_PREFIX), validate=True)
+    except binascii.Error as error:
+        raise UnreadableBody(f"its body is no base64: {error}") from error
+
+
+def group_of(received: Received) -> str:
+    """Raises `UnreadableBody` for one that is not ours and says that it is."""
+    ours = received.attributes.get(GROUP, {}).get("StringValue")
+    if ours is None:
+        return received.group_id
+    try:
+        group = json.loads(ours)
+    except json.JSONDecodeError as error:
+        raise UnreadableBody(f"its group is no JSON: {error}") from error
+    if not isinstance(group, str):
+        raise UnreadableBody(f"its group is no text: {ours}")
+    return group
+
+
+def digest(name: str) -> str:
+    """An id of any alphabet and length as one that SQS takes."""
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _encoded(body: bytes) -> tuple[str, str | None]:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if text and _FORBIDDEN.search(text) is None:
+        return text, None
+    return _BASE64_PREFIX + base64.b64encode(body).decode(), _BASE64
+
+
+def _string(value: str) -> dict[str, str]:
+    return {"DataType": "String", "StringValue": value}
