@@ -17,6 +17,7 @@ from tests.aws.service_proxy import Faults, running_proxy
 from tests.aws.tables import create_table
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.large_values import LargeValues
+from turnmill.backends.aws.objects import Objects
 from turnmill.backends.aws.outbox import DynamoOutbox
 from turnmill.backends.aws.records import MAX_INLINE, DynamoRecordStore
 from turnmill.backends.aws.settings import AwsSettings
@@ -156,12 +157,21 @@ async def test_a_large_value_that_was_changed_or_lost_is_corrupt(
 ) -> None:
     await records.write([create(KEY, LARGE)])
     (name,) = objects()
-    await clients.call("s3", "put_object", Bucket=table, Key=name, Body=LARGE[1:])
-    with pytest.raises(RecordCorrupt, match=f"{name} does not match"):
+    Objects(clients, table, "").put(name, LARGE[1:])
+    with pytest.raises(RecordCorrupt, match=f"{name} does not match the digest in its record"):
         await records.get([KEY])
     await clients.call("s3", "delete_object", Bucket=table, Key=name)
     with pytest.raises(RecordCorrupt, match=f"{KEY} is lost"):
         await records.scan("kind/run/")
+
+
+async def test_a_record_is_replaced_also_where_its_object_can_not_be_removed(
+    clients: AwsClients, table: str, records: DynamoRecordStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await records.write([create(KEY, LARGE)])
+    elsewhere = DynamoRecordStore(clients, table, overflow=LargeValues(clients, "absent", "records/"))
+    assert await elsewhere.write([Write(key=KEY, value=b"small", expected=1)]) == [True]
+    assert "s3://absent/records/kind/" in caplog.text and "is not needed any more and stays" in caplog.text
 
 
 async def test_readers_of_a_large_value_that_is_replaced_see_the_old_or_the_new_one(

@@ -43,6 +43,7 @@ SUITES: dict[str, list[str]] = {
     "test_models_contract": ["aws"],
     "test_outbox_contract": ["aws"],
     "test_queue_contract": ["aws"],
+    "test_queue_sender_kills": ["aws"],
     "test_queue_take": ["aws"],
     "test_records_contract": ["aws"],
 }

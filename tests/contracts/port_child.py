@@ -75,15 +75,6 @@ async def record_forever(folder: Path, prefix: str) -> None:
             number += 1
 
 
-async def send_forever(folder: Path) -> None:
-    """Send one message after another and print the number of each that is stored, until killed."""
-    queue, number = SqliteQueue(folder / "queue.db"), 0
-    while True:
-        await queue.send([Message(body=b"x", group=str(number), dedup_id=str(number))])
-        print(number, flush=True)
-        number += 1
-
-
 @contextmanager
 def opened_queue(folder: Path) -> Iterator[Queue]:
     """The queue that the suites open in `folder`, on the backend of this process."""
@@ -95,6 +86,16 @@ def opened_queue(folder: Path) -> Iterator[Queue]:
         queue = SqliteQueue(folder / "queue.db")
         yield queue
         queue.close()
+
+
+async def send_forever(folder: Path) -> None:
+    """Send one message after another and print the number of each that is stored, until killed."""
+    number = 0
+    with opened_queue(folder) as queue:
+        while True:
+            await queue.send([Message(body=b"x", group=str(number), dedup_id=str(number))])
+            print(number, flush=True)
+            number += 1
 
 
 async def consume(folder: Path, times: str) -> None:
@@ -172,6 +173,7 @@ def open_models(folder: Path) -> ModelStore:
 _AWS_VERBS = (
     "increment",
     "record_forever",
+    "send_forever",
     "consume",
     "drain",
     "lease",

@@ -3,15 +3,17 @@
     value -> S3 under a name of its own -> item (name, digest)      reading: item -> S3 -> digest checked -> value
 
 An object belongs to one write of one record and never changes; it goes when the record is replaced or deleted. One that
-is left behind by a process that died in between is removed with everything else under the prefix.
+is left behind, by a process that died in between or by a write whose answer was lost, is removed with everything else
+under the prefix.
 """
 
 import hashlib
 import logging
 from dataclasses import dataclass
 
-from turnmill.backends.aws.clients import AwsClients, Refused
-from turnmill.errors import BackendUnavailable, RecordCorrupt
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.objects import Objects
+from turnmill.errors import BackendUnavailable, InvalidInput, NotFound, RecordCorrupt
 
 logger = logging.getLogger(__name__)
 
@@ -20,44 +22,30 @@ logger = logging.getLogger(__name__)
 class LargeValue:
     """Where a value lies."""
 
-    # In the bucket, the prefix included.
+    # Below the prefix.
     s3_key: str
     # SHA-256 hex of the value.
     digest: str
 
 
 class LargeValues:
-    """The objects under `prefix` of `bucket`."""
+    """The objects below `prefix` of `bucket`. Its methods block, and raise like `Objects`."""
 
-    def __init__(self, clients: AwsClients, bucket: str, prefix: str) -> None:
-        self._clients = clients
-        self._bucket = bucket
-        self._prefix = prefix
+    def __init__(self, clients: AwsClients, bucket: str, prefix: str, *, kms_key: str | None = None) -> None:
+        self._objects = Objects(clients, bucket, prefix, kms_key=kms_key)
 
-    def put_now(self, name: str, value: bytes) -> LargeValue:
-        """Store under a name that no other value has. Raises `BackendUnavailable`."""
-        stored = LargeValue(s3_key=self._prefix + name, digest=hashlib.sha256(value).hexdigest())
-        try:
-            self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=stored.s3_key, Body=value)
-        except Refused as error:
-            raise BackendUnavailable(f"a large record can't be stored in bucket {self._bucket}: {error}") from error
-        return stored
+    def put_now(self, s3_key: str, value: bytes) -> LargeValue:
+        """Store under a key that no other value has."""
+        return LargeValue(s3_key=s3_key, digest=self._objects.put(s3_key, value))
 
     def get_now(self, stored: LargeValue) -> bytes | None:
         """None where it was removed. Raises `RecordCorrupt` for another content than was stored."""
         try:
-            answer = self._clients.work_with(
-                "s3",
-                "get_object",
-                lambda client: client.get_object(Bucket=self._bucket, Key=stored.s3_key)["Body"].read(),
-            )
-        except Refused as error:
-            if error.code == "NoSuchKey":
-                return None
-            raise BackendUnavailable(f"a large record can't be read from bucket {self._bucket}: {error}") from error
-        value = bytes(answer)
+            value = self._objects.get(stored.s3_key)
+        except NotFound:
+            return None
         if hashlib.sha256(value).hexdigest() != stored.digest:
-            raise RecordCorrupt(f"s3://{self._bucket}/{stored.s3_key} does not match the digest in its record")
+            raise RecordCorrupt(f"{self._objects.uri(stored.s3_key)} does not match the digest in its record")
         return value
 
     def discard_now(self, stored: LargeValue) -> None:
@@ -66,6 +54,6 @@ class LargeValues:
         What it was stored for is decided by then, so that a failure is logged only: what stays costs its storage.
         """
         try:
-            self._clients.call_now("s3", "delete_object", Bucket=self._bucket, Key=stored.s3_key)
-        except (Refused, BackendUnavailable) as error:
-            logger.warning("s3://%s/%s is not needed any more and stays: %s", self._bucket, stored.s3_key, error)
+            self._objects.delete(stored.s3_key)
+        except (BackendUnavailable, InvalidInput) as error:
+            logger.warning("%s is not needed any more and stays: %s", self._objects.uri(stored.s3_key), error)
