@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from turnmill.conversation.http import HttpClient, Url
-from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, step_of, step_path
+from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, preference, step_of, step_path
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import FinishReason, InvalidReason, Reply, RolloutRequest, RolloutResult, encode
 
@@ -128,7 +128,8 @@ class ChatClient:
             if time.monotonic() + pause_s >= self._deadline:
                 break
             await asyncio.sleep(pause_s)
-            answer = finished(*await self._ask(url, None, {}), step_id=step_id)
+            headers = preference(min(self._timeout_s, self._deadline - time.monotonic()))
+            answer = finished(*await self._ask(url, None, headers), step_id=step_id)
             if answer is not None:
                 return answer
         raise BackendUnavailable("the proxy took the request, but its answer did not come in time")

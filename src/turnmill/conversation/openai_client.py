@@ -17,6 +17,7 @@ All tries of one call carry the same Idempotency-Key, so that it is sampled once
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ import anyio
 import httpx2
 import openai
 
-from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, step_of, step_path
+from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, preference, step_of, step_path
 from turnmill.errors import InvalidInput
 
 POLL_TRIES = 8
@@ -127,6 +128,8 @@ class PollingHttpClient(httpx2.AsyncClient):
         raw_path = path + step_path(step_id).encode() + (b"?" + query if query else b"")
         headers = [(name, value) for name, value in request.headers.multi_items() if name not in _POST_ONLY]
         timeout = httpx2.Timeout(**request.extensions["timeout"])
+        held_s = min(limit for limit in (timeout.read, self._max_wait_s, math.inf) if limit is not None)
+        headers += preference(held_s).items()
         return self.build_request("GET", request.url.copy_with(raw_path=raw_path), headers=headers, timeout=timeout)
 
 

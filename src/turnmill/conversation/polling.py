@@ -18,6 +18,8 @@ import msgspec
 from turnmill.records import encode
 
 ACCEPTED = 202
+# Longest wish to be kept waiting, seconds: below what lies between client and server has patience for.
+_HELD_S = 20.0
 # An answer that says no more than which step it will be is shorter.
 _MAX_STEP_BYTES = 1024
 
@@ -54,6 +56,13 @@ def step_of(status: int, body: bytes) -> str | None:
 def step_path(step_id: str) -> str:
     """What is put behind the path of the POST; an id of any form is one segment of it."""
     return "/" + quote(step_id, safe="")
+
+
+def preference(timeout_s: float) -> dict[str, str]:
+    """Headers of a question that may be held until its answer is there, where a server likes to (RFC 7240)."""
+    # The answer has the other half of the time to come.
+    wait_s = int(min(_HELD_S, timeout_s / 2))
+    return {"Prefer": f"wait={wait_s}"} if wait_s else {}
 
 
 def finished(status: int, body: bytes, *, step_id: str, kind: str = "chat.completion") -> tuple[int, bytes] | None:

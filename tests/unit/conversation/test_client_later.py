@@ -49,6 +49,7 @@ async def test_an_answer_that_comes_later_is_asked_for(form: Any) -> None:
     assert [method for method, _, _ in server.requests] == ["POST", "GET", "GET", "GET"] * 2
     assert server.requests[1][1] == f"/a/{SECRET}/v1/chat/completions/task/ö_0_0"
     assert len(set(server.keys)) == 2
+    assert [headers.get("prefer") for _, _, headers in server.requests[:2]] == [None, "wait=15"]
 
 
 @pytest.mark.parametrize("fault", [lost, cut, instead(429), instead(502), instead(504), shaped(503, "shutting_down")])
