@@ -18,6 +18,7 @@ All tries of one call carry the same Idempotency-Key, so that it is sampled once
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -156,6 +157,8 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
         `PollingHttpClient`; one that is given as `http_client` has been told all three. `report_secret` is the one
         that belongs to the rollout, for `report_rollout`; keep it from the agent's code.
         """
+        if base_url is None and not os.environ.get("OPENAI_BASE_URL"):
+            raise InvalidInput("base_url is missing: it is the base_url of the rollout, or <proxy>/v1")
         if http_client is None:
             http_client = PollingHttpClient(auth=auth, poll_interval_s=poll_interval_s, max_wait_s=max_wait_s)
         elif not isinstance(http_client, PollingHttpClient):
@@ -170,8 +173,7 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
             # The user's own key is for OpenAI, not for a proxy.
             options["api_key"] = _NO_KEY
         super().__init__(base_url=base_url, http_client=http_client, **options)
-        if self._base_url_was_default:
-            raise InvalidInput("base_url is missing: it is the base_url of the rollout, or <proxy>/v1")
+        # The library makes a key for each call, and sends it where it is told the header's name: OpenAI has none.
         self._idempotency_header = "Idempotency-Key"
         self._report_secret = report_secret
 

@@ -3,7 +3,7 @@
     sign(method, url, headers, body) -> credentials of this moment -> botocore's signer -> headers of the signed request
 
 A signature needs the Authorization header for itself. A bearer token that stands there moves to
-`X-Turnmill-Authorization`, where a proxy looks first, so that whoever sends a request needs to know nothing of its
+`X-Turnmill-Authorization`, where a proxy looks as well, so that whoever sends a request needs to know nothing of its
 being signed. A request that is repeated is signed again: a signature is good for five minutes.
 """
 
