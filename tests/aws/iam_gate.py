@@ -5,7 +5,6 @@
 Written from the description of Signature Version 4, without the library that signs.
 """
 
-import asyncio
 import datetime
 import hashlib
 import hmac
@@ -44,9 +43,9 @@ class Gate:
     backend: str
     keys: dict[str, Key]
     url: str = ""
-    # Access keys of the requests that were let through, and why others were not.
+    # Access keys and paths of the requests that were let through, and why others were not.
     passed: list[str] = field(default_factory=list)
-    was_passed: asyncio.Event = field(default_factory=asyncio.Event)
+    paths: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     # Called with each request that is let through; what it returns is answered instead.
     instead: Callable[[web.Request], web.Response | None] = lambda request: None
@@ -91,7 +90,7 @@ class Gate:
         if not hmac.compare_digest(expected, signature):
             return "The request signature we calculated does not match the signature you provided."
         self.passed.append(access_key)
-        self.was_passed.set()
+        self.paths.append(request.path)
         return None
 
 

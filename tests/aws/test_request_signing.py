@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from turnmill.backends.aws.signing import RequestSigner
 from turnmill.conversation.client import ChatClient, Retry, RolloutApi
 from turnmill.conversation.http import HttpClient, Url
 from turnmill.conversation.polling import Pauses
-from turnmill.environment.wordle import load_environment
+from turnmill.environment.base import Chat, Environment, Message, Outcome, Score
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput
-from turnmill.records import RolloutResult, SampleState
+from turnmill.records import RolloutResponse, RolloutResult, SampleState, StopReason, Task, decode
 from turnmill.rollout.worker import run_worker
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Rate « crâne », 鶴, 🦩."}]
@@ -73,8 +74,21 @@ async def test_the_light_client_leases_plays_and_reports_through_the_gate(tmp_pa
         assert (gate.passed, gate.refused) == (["AKIA"] * 4, [])
 
 
-async def test_a_worker_signs_what_it_is_told_to(tmp_path: Path) -> None:
+class Echo(Environment):
+    """One turn, rewarded whatever it says."""
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        await chat.complete([{"role": "user", "content": "hello"}])
+        return Outcome(stop_reason=StopReason.END_OF_CONVERSATION)
+
+    async def score(self, task: Task, messages: Sequence[Message]) -> Score:
+        return Score(reward=0.5)
+
+
+async def test_a_worker_plays_behind_the_gate_with_a_signer(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world, guarded(world.url, AKIA=LASTING) as gate:
+        world.sessions.base_url = gate.url
+        await world.add_sample()
         stop = asyncio.Event()
         worker = asyncio.create_task(
             run_worker(
@@ -82,17 +96,23 @@ async def test_a_worker_signs_what_it_is_told_to(tmp_path: Path) -> None:
                 worker_token=WORKER_TOKEN,
                 name="worker-0",
                 config=CONFIG,
-                environment=load_environment(),
+                environment=Echo(),
                 stop=stop,
                 sign=signer_with("AKIA", LASTING),
             )
         )
+        ended: list[RolloutResponse] = []
         try:
-            await gate.was_passed.wait()
+            while not ended and not worker.done():
+                messages = await world.ports.rollout_response.lease(max_messages=1, lease_s=30, wait_s=1)
+                ended = [decode(message.body, RolloutResponse) for message in messages]
         finally:
             stop.set()
             await worker
+        sample = await world.sample()
+        assert (sample.state, sample.reward, sample.calls) == (SampleState.REPORTED, 0.5, ("task_0_0",))
         assert gate.refused == []
+        assert {"lease", "completions", "report"} <= {path.rpartition("/")[2] for path in gate.paths}
 
 
 async def test_questions_for_a_late_answer_and_repeated_requests_are_signed_anew() -> None:

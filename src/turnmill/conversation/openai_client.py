@@ -79,8 +79,11 @@ class PollingHttpClient(httpx2.AsyncClient):
         ):
             step_id = step_of(status, await response.aread())
             kind = _kind_of(request)
-            if step_id is not None and kind is not None:
+            if kind is not None and step_id is not None:
                 response = await self._answer_of(request, step_id, kind, options)
+            elif kind is not None and status == ACCEPTED:
+                why = "the answer comes later, but nothing says where"
+                raise openai.APIResponseValidationError(response, response.text, message=why)
         if response.status_code >= 400 and _RETRY_HEADER not in response.headers:
             response.headers[_RETRY_HEADER] = "true" if _may_pass(response, await response.aread()) else "false"
         return response
@@ -227,8 +230,6 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
 
 def _kind_of(request: httpx2.Request) -> str | None:
     """What a finished answer to the request is; None: it is no completion."""
-    if request.method != "POST":
-        return None
     path = request.url.path
     return next((kind for end, kind in _KINDS.items() if path.endswith(end)), None)
 

@@ -291,6 +291,12 @@ async def test_a_cancelled_call_asks_no_more() -> None:
         assert len(server.requests) <= num_requests + 1
 
 
+async def test_a_202_that_names_no_step_is_an_error() -> None:
+    async with later(taken=lambda step_id: web.json_response({}, status=202)) as server, client_of(server) as client:
+        with pytest.raises(openai.APIResponseValidationError, match="nothing says where"):
+            await say(client)
+
+
 async def test_a_stream_can_not_come_later() -> None:
     async with later() as server, client_of(server) as client:
         with pytest.raises(InvalidInput, match="leave stream out"):
