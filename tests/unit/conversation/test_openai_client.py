@@ -75,8 +75,8 @@ async def test_unmodified_agent_code_plays_wordle_on_the_embedded_proxy_and_repo
     sample = await world.sample()
     assert (sample.state, sample.reward, sample.metrics) == (SampleState.REPORTED, 1.0, {"turns": 4.0})
     assert sample.calls == tuple(f"task_0_{turn}" for turn in range(4))
-    assert world.sessions.counts.num_forks == 0
-    assert len(world.replica.requests) == 4
+    # Each call goes on from the one before.
+    assert [request.parent for request in world.replica.requests] == [None, "task_0_0", "task_0_1", "task_0_2"]
 
 
 async def test_equal_calls_are_sampled_anew_and_retries_of_one_are_not(world: "World") -> None:
@@ -126,11 +126,17 @@ async def test_refusals_are_openais_errors_and_are_not_repeated(world: "World") 
 async def test_a_failed_generation_is_not_asked_for_again(world: "World") -> None:
     world.replica.reply = lambda request: {"code": "engine_failed", "message": "out of luck"}
     rollout = await world.begin()
-    async with AsyncTurnmillClient(base_url=rollout["base_url"]) as client:
+    sent: list[str] = []
+
+    async def note(request: httpx2.Request) -> None:
+        sent.append(request.method)
+
+    http = PollingHttpClient(event_hooks={"request": [note]})
+    async with AsyncTurnmillClient(base_url=rollout["base_url"], http_client=http) as client:
         with pytest.raises(openai.InternalServerError, match="out of luck"):
             await say(client)
 
-    assert (world.sessions.counts.num_chats, len(world.replica.requests)) == (1, 1)
+    assert (sent, len(world.replica.requests)) == (["POST"], 1)
 
 
 # ---------------------------------------------------------------- answers that come later
