@@ -64,7 +64,7 @@ async def test_a_question_that_hangs_is_asked_again() -> None:
     async with chatting(faults=[None, silent], timeout_s=0.2) as (server, client):
         assert (await client.complete(MESSAGES)).content == "answer task/ö_0_0 to 1"
 
-    assert len(server.keys) == 1
+    assert server.num_sampled == 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_a_step_that_failed_is_a_failed_generation() -> None:
 
 
 async def test_the_deadline_ends_the_wait_for_an_answer() -> None:
-    async with chatting(num_pending=10**6, deadline=time.monotonic() + 0.2) as (_server, client):
+    async with chatting(num_pending=10**6, deadline=time.monotonic() + 1.0) as (_server, client):
         with pytest.raises(BackendUnavailable, match="did not come in time"):
             await client.complete(MESSAGES)
 

@@ -235,7 +235,9 @@ async def test_an_exchange_that_takes_too_long_is_repeated_as_the_same_call() ->
     async with later(faults=[silent, None, silent]) as server, client_of(server, **options) as client:
         assert (await say(client)).id == "task/ö_0_0"
 
-    assert (server.num_sampled, len(server.keys)) == (1, 2)
+    assert server.num_sampled == 1
+    assert len(server.keys) >= 2
+    assert len(set(server.keys)) == 1
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ async def test_a_wait_that_is_too_long_ends_and_does_not_begin_anew() -> None:
 async def test_the_read_time_out_bounds_the_wait_where_nothing_else_does() -> None:
     async with later(num_pending=10**6) as server, client_of(server) as client:
         with pytest.raises(openai.APITimeoutError):
-            await say(client, timeout=0.2)
+            await say(client, timeout=1.0)
 
     assert len(server.keys) == 1
 
