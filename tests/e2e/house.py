@@ -158,9 +158,12 @@ class House:
 
 @asynccontextmanager
 async def open_house(
-    folder: Path, config: Config = CONFIG, *, environment: Environment | None = None
+    folder: Path, config: Config = CONFIG, *, environment: Environment | None = None, has_worker: bool = True
 ) -> AsyncIterator[House]:
-    """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order."""
+    """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order.
+
+    Without a worker, rollouts wait for whoever leases them.
+    """
     ports = open_run(folder, "house", num_replicas=config.generation_replicas)
     run = Run(
         run_id="house",
@@ -191,17 +194,17 @@ async def open_house(
                         stop=stop,
                     )
                 ),
-                asyncio.create_task(
-                    run_worker(
-                        proxy_url=sessions.base_url,
-                        worker_token=TOKEN,
-                        name="worker-0",
-                        config=config,
-                        environment=environment or Letters(),
-                        stop=stop,
-                    )
-                ),
             ]
+            if has_worker:
+                working = run_worker(
+                    proxy_url=sessions.base_url,
+                    worker_token=TOKEN,
+                    name="worker-0",
+                    config=config,
+                    environment=environment or Letters(),
+                    stop=stop,
+                )
+                roles.append(asyncio.create_task(working))
             try:
                 tasks = read_tasks(assets.wordle_data("train"))
                 yield House(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "boto3", "verifiers")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "boto3", "verifiers", "openai", "httpx2")
 MODULES = (
     "turnmill.cli.commands",
     "turnmill.config",

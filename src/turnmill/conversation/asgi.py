@@ -18,6 +18,9 @@ from turnmill.errors import (
 from turnmill.records import encode
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+# Where a bearer token stands in requests whose Authorization header is a signature for somebody before this server.
+FORWARDED_AUTHORIZATION = "X-Turnmill-Authorization"
+_AUTHORIZATION = (FORWARDED_AUTHORIZATION.lower().encode(), b"authorization")
 
 
 class HttpError(Exception):
@@ -92,7 +95,7 @@ async def until_disconnect(receive: Receive) -> None:
 def bearer_of(scope: Scope) -> str:
     """The token that a client shows; raises `Unauthorized` where it shows none."""
     for name, value in scope["headers"]:
-        if name == b"authorization":
+        if name in _AUTHORIZATION:
             scheme, _, token = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer" and token.strip():
                 return str(token.strip())

@@ -3,15 +3,16 @@
     lease -> LeasedRollout -> complete, complete, ... -> report;  heartbeat beside it
 
 One `HttpClient` serves all rollouts of a worker. This module is the retry owner for everything between worker and
-proxy: transport errors and 502, 503, 504 are repeated with jittered back-off, under the caller's deadline. A repeated
-chat call carries the same Idempotency-Key, so it is the same call. A repeated lease may leave rollouts leased to
-nobody: their leases run out. Heartbeats and reports are idempotent.
+proxy: transport errors and 429, 502, 503, 504 are repeated with jittered back-off, under the caller's deadline. A
+repeated chat call carries the same Idempotency-Key, so it is the same call; one that is answered with 202 is asked for
+until its answer is there. A repeated lease may leave rollouts leased to nobody: their leases run out. Heartbeats and
+reports are idempotent.
 """
 
 import asyncio
+import itertools
 import logging
 import math
-import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from turnmill.conversation.http import HttpClient, Url
+from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, preference, step_of, step_path
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import FinishReason, InvalidReason, Reply, RolloutRequest, RolloutResult, encode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_TRANSIENT = (502, 503, 504)
+_TRANSIENT = (429, 502, 503, 504)
 # 400s that are an end of the conversation; all others are a fault of the request.
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # What the `model` field says: the proxy serves one model, the policy.
@@ -35,19 +37,13 @@ _MODEL = "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retry:
+class Retry(Pauses):
     """How long and how often a request is repeated."""
 
     # Seconds from the first failure to giving up.
     for_s: float = 60.0
-    # Longest pause before the first repetition; it doubles each time.
     first_s: float = 0.1
-    # Longest pause of all.
     most_s: float = 3.0
-
-    def pause_s(self, num_failures: int) -> float:
-        """Half to all of the doubled pause at random, so that the clients of a restarted proxy spread out."""
-        return min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30)) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +74,15 @@ class ChatClient:
         timeout_s: float,
         deadline: float,
         retry: Retry = Retry(),
+        poll: Pauses = POLL,
     ) -> None:
-        """`timeout_s` bounds one HTTP exchange; `deadline` (on the monotonic clock) bounds a call with its repeats."""
+        """`timeout_s` bounds one HTTP exchange; `deadline` (on the monotonic clock) bounds a call with its repeats.
+
+        `poll` are the pauses between the questions for an answer that comes later.
+        """
         self._session = session
         self._url = Url.parse(base_url.rstrip("/") + "/chat/completions")
+        self._poll = poll
         # A key of its own for each call: random for the attempt, then counted.
         self._key = secrets.token_hex(16)
         self._num_calls = 0
@@ -97,17 +98,44 @@ class ChatClient:
         the attempt is no longer current; `BackendUnavailable` when the proxy could not be reached in time.
         """
         self._num_calls += 1
-        status, body = await _post(
+        request = encode({"model": _MODEL, "messages": messages, **params})
+        status, body = await self._ask(self._url, request, {"Idempotency-Key": f"{self._key}-{self._num_calls}"})
+        if status == ACCEPTED:
+            status, body = await self._answer_of(status, body)
+        if status != 200:
+            raise _chat_error(status, body)
+        return self._reply(body)
+
+    async def _ask(self, url: Url, body: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        return await _ask(
             self._session,
-            self._url,
-            encode({"model": _MODEL, "messages": messages, **params}),
-            {"Idempotency-Key": f"{self._key}-{self._num_calls}"},
+            url,
+            body,
+            headers,
             timeout_s=self._timeout_s,
             deadline=self._deadline,
             retry=self._retry,
         )
-        if status != 200:
-            raise _chat_error(status, body)
+
+    async def _answer_of(self, status: int, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer that comes later."""
+        step_id = step_of(status, body)
+        if step_id is None:
+            raise GenerationFailed("invalid_response", "the proxy's answer comes later, but does not say where")
+        url = Url.parse(self._url.text + step_path(step_id))
+        for count in itertools.count(1):
+            pause_s = self._poll.pause_s(count)
+            if time.monotonic() + pause_s >= self._deadline:
+                break
+            await asyncio.sleep(pause_s)
+            headers = preference(min(self._timeout_s, self._deadline - time.monotonic()))
+            answer = finished(*await self._ask(url, None, headers), step_id=step_id)
+            if answer is not None:
+                return answer
+        raise BackendUnavailable("the proxy took the request, but its answer did not come in time")
+
+    @staticmethod
+    def _reply(body: bytes) -> Reply:
         try:
             completion = _COMPLETION.decode(body)
         except msgspec.DecodeError as error:
@@ -180,7 +208,7 @@ class RolloutApi:
         except (TypeError, ValueError) as error:
             # An environment's words (half a surrogate pair, say): its own fault, and not that of the whole worker.
             raise InvalidInput(f"{route} can't be sent: {error}") from error
-        status, answer = await _post(
+        status, answer = await _ask(
             self._session,
             self._urls[route],
             content,
@@ -264,27 +292,31 @@ def _chat_error(status: int, body: bytes) -> Exception:
     return InvalidInput(f"the proxy refused the request ({code}): {error.message}")
 
 
-async def _post(
+async def _ask(
     session: HttpClient,
     url: Url,
-    body: bytes,
+    body: bytes | None,
     headers: Mapping[str, str],
     *,
     timeout_s: float,
     deadline: float,
     retry: Retry,
 ) -> tuple[int, bytes]:
-    """Status and body of the answer; raises `BackendUnavailable` when there was none in time."""
+    """Status and body of the answer to a POST, without a body to a GET; raises `BackendUnavailable` without one."""
     num_failures, give_up = 0, deadline
     while True:
         try:
             left_s = max(0.001, min(timeout_s, deadline - time.monotonic()))
-            status, answer = await session.post(url, body, headers, timeout_s=left_s)
+            if body is None:
+                status, answer = await session.get(url, headers, timeout_s=left_s)
+            else:
+                status, answer = await session.post(url, body, headers, timeout_s=left_s)
             # A 504 of the proxy itself is the answer to the call (call_timeout); a network's 504 is none.
             if status not in _TRANSIENT or (status == 504 and _shaped_error(answer) is not None):
                 return status, answer
             trouble = f"HTTP {status}"
-        except OSError as error:
+        except (OSError, BackendUnavailable) as error:
+            # The latter where a request can't be signed for now.
             trouble = f"{type(error).__name__}: {error}"
         num_failures += 1
         now = time.monotonic()

@@ -1,6 +1,6 @@
-"""POST over HTTP/1.1 on kept connections, with bodies in memory: what a turn needs of an HTTP client and no more.
+"""HTTP/1.1 on kept connections, with bodies in memory: what a turn needs of an HTTP client and no more.
 
-    post -> an idle connection | a new one -> head + body in one write -> llhttp -> (status, body) -> idle again
+    post | get -> an idle connection | a new one -> head + body in one write -> llhttp -> (status, body) -> idle again
                                                               anything unexpected '-> closed, and never used again
 
 A general client spends more time on a request than everything else that a worker does in a turn (redirects, cookies,
@@ -14,8 +14,8 @@ import asyncio
 import math
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -27,6 +27,10 @@ from turnmill.errors import InvalidInput
 _IDLE_S = 60.0
 # How much too early a loop's timer may ring, seconds: uvloop counts whole milliseconds.
 _TICK_S = 0.001
+# Makes the headers of a request from its method, URL, headers and body: a signature, where the server asks for one.
+# Raises `BackendUnavailable` where it can't for now, which is as good as no connection.
+Sign = Callable[[str, str, Mapping[str, str], bytes], Awaitable[Mapping[str, str]]]
+_JSON = "application/json"
 # Text that may stand in a request line or a header.
 _PRINTABLE = frozenset(map(chr, range(0x21, 0x7F)))
 
@@ -37,13 +41,15 @@ class TransportError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Url:
-    """Where to post to; `path` may hold a secret."""
+    """Where to send to; the path may hold a secret."""
 
     host: str
     port: int
     is_secure: bool
-    # The first lines of each request's head.
-    head: bytes
+    # As it was given, without a fragment.
+    text: str = field(repr=False)
+    # The first lines of each request's head, behind the method.
+    target: bytes = field(repr=False)
 
     @classmethod
     def parse(cls, text: str) -> "Url":
@@ -59,15 +65,18 @@ class Url:
         if parts.username is not None or parts.password is not None:
             raise InvalidInput("the base URL of the proxy must not hold a user name or a password: they are not sent")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        default = 443 if is_secure else 80
-        return cls(host=parts.hostname, port=port or default, is_secure=is_secure, head=head.encode())
+        target = f" {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        port = port or (443 if is_secure else 80)
+        text = f"{parts.scheme}://{parts.netloc}{path}"
+        return cls(host=parts.hostname, port=port, is_secure=is_secure, text=text, target=target.encode())
 
 
 class HttpClient:
     """Connections of one event loop, as many as there are requests at once; `async with` closes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sign: Sign | None = None) -> None:
+        """`sign` makes the headers of every request, again for each that is repeated; None: they are sent as given."""
+        self._sign = sign
         self._idle: dict[tuple[str, int, bool], list[_Connection]] = {}
         self._connections = _Connections()
         self._tls: ssl.SSLContext | None = None
@@ -86,8 +95,21 @@ class HttpClient:
 
         Raises `InvalidInput` for a header that is no printable ASCII.
         """
-        lines = "".join([_header(name, value) for name, value in headers.items()])
-        head = b"%b%bContent-Length: %d\r\n\r\n" % (url.head, lines.encode(), len(body))
+        lines = await self._lines("POST", url, {"Content-Type": _JSON, **headers}, body)
+        request = b"POST%b%bContent-Length: %d\r\n\r\n%b" % (url.target, lines, len(body), body)
+        return await self._send(url, request, timeout_s)
+
+    async def get(self, url: Url, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of the answer; raises as `post` does."""
+        lines = await self._lines("GET", url, headers, b"")
+        return await self._send(url, b"GET%b%b\r\n" % (url.target, lines), timeout_s)
+
+    async def _lines(self, method: str, url: Url, headers: Mapping[str, str], body: bytes) -> bytes:
+        if self._sign is not None:
+            headers = await self._sign(method, url.text, headers, body)
+        return "".join([_header(name, value) for name, value in headers.items()]).encode()
+
+    async def _send(self, url: Url, request: bytes, timeout_s: float) -> tuple[int, bytes]:
         give_up = time.monotonic() + timeout_s
         connection = self._take(url)
         if connection is None:
@@ -96,7 +118,7 @@ class HttpClient:
         try:
             if self._is_closed:
                 raise TransportError("the client is closed")
-            answer: tuple[int, bytes] = await connection.exchange(head + body, give_up)
+            answer: tuple[int, bytes] = await connection.exchange(request, give_up)
         except BaseException:
             # Its answer may still come: nobody else must take it for theirs.
             connection.abort()

@@ -20,7 +20,7 @@ from functools import partial
 
 from turnmill.config import Config
 from turnmill.conversation.client import LeasedRollout, RolloutApi
-from turnmill.conversation.http import HttpClient
+from turnmill.conversation.http import HttpClient, Sign
 from turnmill.environment.base import Environment
 from turnmill.errors import InvalidInput, LeaseLost, RoleFailed
 from turnmill.records import InvalidReason, RolloutResult
@@ -36,14 +36,21 @@ _EMPTY_PAUSE_S = 0.02
 
 
 async def run_worker(
-    *, proxy_url: str, worker_token: str, name: str, config: Config, environment: Environment, stop: asyncio.Event
+    *,
+    proxy_url: str,
+    worker_token: str,
+    name: str,
+    config: Config,
+    environment: Environment,
+    stop: asyncio.Event,
+    sign: Sign | None = None,
 ) -> None:
-    """Play rollouts until `stop` is set.
+    """Play rollouts until `stop` is set. `sign` is for a proxy that only answers requests that are signed.
 
     Raises `InvalidInput` when the proxy refuses the worker token, `BackendUnavailable` when it stays away for a
     minute.
     """
-    async with HttpClient() as session:
+    async with HttpClient(sign) as session:
         runner = InProcessRunner(
             environment,
             session,

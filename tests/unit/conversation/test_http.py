@@ -88,7 +88,7 @@ def test_a_url_that_can_not_be_posted_to_is_refused(url: str) -> None:
 def test_a_url_says_host_port_and_path(url: str, host: str, port: int, first: str) -> None:
     parsed = Url.parse(url)
     assert (parsed.host, parsed.port, parsed.is_secure) == (host, port, url.startswith("https"))
-    assert parsed.head.decode().startswith(first)
+    assert f"POST{parsed.target.decode()}".startswith(first)
 
 
 # ---------------------------------------------------------------- connections
