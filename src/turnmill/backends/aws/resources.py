@@ -1,0 +1,190 @@
+"""The single resources that the templates are made of, as CloudFormation knows them.
+
+What holds data goes with its stack (`_GOES`): nothing is retained. Values are expressions where they are known only in
+the account that the stack is made in, so that a template is the same everywhere.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from turnmill.backends.aws.settings import AwsSettings, StackNames
+
+Json = dict[str, Any]
+LOG_RETENTION_DAYS = 30
+# Parts of an upload that was never completed, and what was overwritten or deleted, are kept for so many days.
+_INCOMPLETE_DAYS, _NONCURRENT_DAYS = 7, 30
+# Queues of a run that there is one of, by their name everywhere else.
+_SINGLE_QUEUES = ("rollout_request", "rollout_response", "generate_response")
+_GOES: Mapping[str, str] = {"DeletionPolicy": "Delete", "UpdateReplacePolicy": "Delete"}
+
+
+def queue_names(num_replicas: int, *, external: bool) -> list[str]:
+    """The queues of a run; an external trainer's replicas share one generate_request."""
+    requests = ["generate_request"] if external else [f"generate_request-{index}" for index in range(num_replicas)]
+    return [*_SINGLE_QUEUES, *requests]
+
+
+def queue_id(queue: str) -> str:
+    """The logical id of a queue: `GenerateRequestQueue0` of `generate_request-0`."""
+    kind, _, index = queue.partition("-")
+    return f"{''.join(part.capitalize() for part in kind.split('_'))}Queue{index}"
+
+
+def log_group(name: str) -> Json:
+    """A log group that forgets."""
+    properties = {"LogGroupName": name, "RetentionInDays": LOG_RETENTION_DAYS}
+    return {"Type": "AWS::Logs::LogGroup", **_GOES, "Properties": properties}
+
+
+def queue_resources(names: StackNames, queue: str) -> Json:
+    """A queue with the queue of its dead letters."""
+    logical_id = queue_id(queue)
+    dead_letters = logical_id.replace("Queue", "DeadLetters")
+    return {
+        dead_letters: {
+            "Type": "AWS::SQS::Queue",
+            **_GOES,
+            "Properties": dead_letter_queue_properties() | {"QueueName": names.dead_letter_queue(queue)},
+        },
+        logical_id: {
+            "Type": "AWS::SQS::Queue",
+            **_GOES,
+            "Properties": queue_properties({"Fn::GetAtt": [dead_letters, "Arn"]}) | {"QueueName": names.queue(queue)},
+        },
+    }
+
+
+def bucket(settings: AwsSettings) -> Json:
+    """Versioned, encrypted, closed to the public; old versions and parts of uploads go by themselves."""
+    encryption: Json = {"SSEAlgorithm": "AES256"}
+    if settings.kms_key is not None:
+        encryption = {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": settings.kms_key}
+    rules: list[Json] = [
+        {
+            "Id": "incomplete-uploads",
+            "Status": "Enabled",
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _INCOMPLETE_DAYS},
+        },
+        {
+            "Id": "noncurrent-versions",
+            "Status": "Enabled",
+            "NoncurrentVersionExpiration": {"NoncurrentDays": _NONCURRENT_DAYS},
+            "ExpiredObjectDeleteMarker": True,
+        },
+    ]
+    closed = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
+    properties = {
+        "BucketName": bucket_name(settings),
+        "BucketEncryption": {
+            "ServerSideEncryptionConfiguration": [
+                # One data key for many objects: a request to KMS for each of them costs more than the objects do.
+                {"ServerSideEncryptionByDefault": encryption, "BucketKeyEnabled": settings.kms_key is not None}
+            ]
+        },
+        "LifecycleConfiguration": {"Rules": rules},
+        "OwnershipControls": {"Rules": [{"ObjectOwnership": "BucketOwnerEnforced"}]},
+        "PublicAccessBlockConfiguration": dict.fromkeys(closed, True),
+        "VersioningConfiguration": {"Status": "Enabled"},
+    }
+    return {"Type": "AWS::S3::Bucket", **_GOES, "Properties": properties}
+
+
+def bucket_name(settings: AwsSettings) -> Json:
+    """As an expression, so that a template is the same in every account."""
+    # The longest region's name there is, so that the limit is known before anything is made.
+    settings.bucket("0" * 12, "ap-southeast-1")
+    return {"Fn::Sub": f"{settings.name}-${{AWS::AccountId}}-${{AWS::Region}}"}
+
+
+def bucket_policy() -> Json:
+    """Of the resource `Bucket`: by TLS, or not at all."""
+    arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
+    statement = {
+        "Sid": "TlsOnly",
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "s3:*",
+        "Resource": [arn, {"Fn::Sub": "${Bucket.Arn}/*"}],
+        "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+    }
+    document = {"Version": "2012-10-17", "Statement": [statement]}
+    return {
+        "Type": "AWS::S3::BucketPolicy",
+        "Properties": {"Bucket": {"Ref": "Bucket"}, "PolicyDocument": document},
+    }
+
+
+def topic_policy() -> Json:
+    """Of the resource `Alerts`: for its own account, and by TLS."""
+    statements = [
+        # The policy that a topic has by itself, and that this one replaces, but for its own account alone.
+        {
+            "Sid": "Owner",
+            "Effect": "Allow",
+            "Principal": {"AWS": {"Fn::Sub": "arn:${AWS::Partition}:iam::${AWS::AccountId}:root"}},
+            "Action": ["sns:GetTopicAttributes", "sns:ListSubscriptionsByTopic", "sns:Publish", "sns:Subscribe"],
+            "Resource": {"Ref": "Alerts"},
+        },
+        {
+            "Sid": "TlsOnly",
+            "Effect": "Deny",
+            "Principal": "*",
+            "Action": "sns:Publish",
+            "Resource": {"Ref": "Alerts"},
+            "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+        },
+    ]
+    document = {"Version": "2012-10-17", "Statement": statements}
+    return {
+        "Type": "AWS::SNS::TopicPolicy",
+        "Properties": {"Topics": [{"Ref": "Alerts"}], "PolicyDocument": document},
+    }
+
+
+def table(name: str, *, is_recoverable: bool) -> Json:
+    """A table of records; `is_recoverable`: as of each second of the last 35 days."""
+    properties = table_properties() | {"TableName": name}
+    if is_recoverable:
+        properties["PointInTimeRecoverySpecification"] = {"PointInTimeRecoveryEnabled": True}
+    return {"Type": "AWS::DynamoDB::Table", **_GOES, "Properties": properties}
+
+
+def topic(name: str) -> Json:
+    """Encrypted with the key that SNS has in each account, which everybody may use who may use the topic."""
+    return {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": name, "KmsMasterKeyId": "alias/aws/sns"}}
+
+
+def table_properties() -> Json:
+    """Of a table of records, without its name."""
+    return {
+        "AttributeDefinitions": [
+            {"AttributeName": "pk", "AttributeType": "S"},
+            {"AttributeName": "sk", "AttributeType": "S"},
+        ],
+        "KeySchema": [
+            {"AttributeName": "pk", "KeyType": "HASH"},
+            {"AttributeName": "sk", "KeyType": "RANGE"},
+        ],
+        "BillingMode": "PAY_PER_REQUEST",
+        "TimeToLiveSpecification": {"AttributeName": "ttl", "Enabled": True},
+    }
+
+
+def dead_letter_queue_properties() -> Json:
+    """Of a queue of dead letters, without its name: the longest retention there is, since somebody has to look."""
+    return _FIFO | {"MessageRetentionPeriod": 14 * 86_400}
+
+
+def queue_properties(dead_letters: Json) -> Json:
+    """Of a queue, without its name; `dead_letters`: the ARN of the queue of its dead letters."""
+    redrive = {"deadLetterTargetArn": dead_letters, "maxReceiveCount": 20}
+    return _FIFO | {"MessageRetentionPeriod": 4 * 86_400, "VisibilityTimeout": 60, "RedrivePolicy": redrive}
+
+
+# High throughput: as many messages a second for each group as a whole queue has without it.
+_FIFO: Json = {
+    "FifoQueue": True,
+    "DeduplicationScope": "messageGroup",
+    "FifoThroughputLimit": "perMessageGroupId",
+    "SqsManagedSseEnabled": True,
+}
