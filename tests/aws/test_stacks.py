@@ -1,10 +1,13 @@
 """Stacks on the emulator: deploying twice is once, deleting leaves nothing, and a stack of somebody else is let be."""
 
 import asyncio
+import io
 import itertools
+import json
 import os
 import signal
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,15 @@ from turnmill.backends.aws.deployment import bucket_of, delete_deployment, deplo
 from turnmill.backends.aws.functions import CodeLocation
 from turnmill.backends.aws.infra import RunResources, StackRunInfra
 from turnmill.backends.aws.leftovers import what_is_left
-from turnmill.backends.aws.package import pack, store
+from turnmill.backends.aws.package import CodePackage, pack, store
 from turnmill.backends.aws.resources import Json
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.backends.aws.templates import deployment_tags, run_tags, run_template
 from turnmill.errors import BackendUnavailable, Conflict, InvalidInput, NotFound
 
 _numbers = itertools.count()
+# Who may call the proxy.
+CALLER = "arn:aws:iam::000000000000:role/agents"
 
 
 @pytest.fixture
@@ -60,6 +65,13 @@ def listed(clients: AwsClients, name: str) -> list[str]:
     mappings = [each["EventSourceArn"] for each in sources(clients)]
     others = [*tables, *functions, *groups, *roles, *buckets, *topics, *mappings]
     return found + [each for each in others if name in each]
+
+
+def num_messages(clients: AwsClients, url: str) -> int:
+    """Available or in flight."""
+    answer = clients.call_now("sqs", "get_queue_attributes", QueueUrl=url, AttributeNames=["All"])
+    names = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible")
+    return sum(int(answer["Attributes"][name]) for name in names)
 
 
 def sources(clients: AwsClients) -> list[Json]:
@@ -264,21 +276,14 @@ async def test_what_is_left_is_found_by_name_and_tags(clients: AwsClients, setti
     clients.call_now("logs", "delete_log_group", logGroupName=f"/aws/lambda/{name}-left")
 
 
-async def test_an_external_trainer_gets_functions_that_run_and_nothing_is_left_of_them(
+async def test_an_external_trainer_gets_its_functions_and_nothing_is_left_of_them(
     clients: AwsClients, settings: AwsSettings
 ) -> None:
     bucket = (await deployed(clients, settings))["BucketName"]
     code = await store(clients, bucket, pack(with_dependencies=False))
     assert await store(clients, bucket, pack(with_dependencies=False)) == code
-    name, run_id = f"{settings.name}-ext", f"{settings.name}-ext"
-    tags = run_tags(settings, run_id)
-    callers = ["arn:aws:iam::000000000000:role/agents"]
-    template = run_template(settings, name, run_id, 2, external=True, callers=callers, code=code)
+    name, template, tags = external_stack(settings, code)
     outputs = await stacks.deploy(clients, name, template, tags)
-    assert set(outputs) >= {
-        "RolloutQueueUrl", "RolloutFinishedQueueUrl", "RequestQueueUrl", "RequestResponseQueueUrl",
-        "RolloutFunctionName", "RolloutFunctionArn", "ProxyFunctionUrl", "TasksTableName",
-    }  # fmt: skip
     before = resources_of(clients, name)
     assert await stacks.deploy(clients, name, template, tags) == outputs
     assert resources_of(clients, name) == before
@@ -287,13 +292,58 @@ async def test_an_external_trainer_gets_functions_that_run_and_nothing_is_left_o
     assert function["Configuration"]["Environment"]["Variables"] == {
         "TURNMILL_BUCKET": bucket,
         "TURNMILL_DEPLOYMENT": settings.name,
-        "TURNMILL_RUN": run_id,
+        "TURNMILL_RUN": name,
         "TURNMILL_STACK": name,
     }
     policy = clients.call_now("lambda", "get_policy", FunctionName=outputs["ProxyFunctionName"])["Policy"]
-    assert "lambda:InvokeFunctionUrl" in policy and '"lambda:InvokeFunction"' in policy and callers[0] in policy
+    assert "lambda:InvokeFunctionUrl" in policy and '"lambda:InvokeFunction"' in policy and CALLER in policy
+    assert len([each for each in sources(clients) if name in each["EventSourceArn"]]) == 1
     await stacks.delete(clients, name, tags)
     assert listed(clients, name) == []
+
+
+async def test_the_functions_are_called_by_name_by_url_and_by_their_queue(
+    clients: AwsClients, settings: AwsSettings
+) -> None:
+    bucket = (await deployed(clients, settings))["BucketName"]
+    code = await store(clients, bucket, tiny_package())
+    name, template, tags = external_stack(settings, code)
+    outputs = await stacks.deploy(clients, name, template, tags)
+    answer = clients.call_now("lambda", "invoke", FunctionName=outputs["RolloutFunctionArn"], Payload=b'{"a": 1}')
+    assert json.loads(answer["Payload"].read()) == {"event": {"a": 1}, "run": name}
+    config = clients.call_now("lambda", "get_function_url_config", FunctionName=outputs["ProxyFunctionName"])
+    assert (config["FunctionUrl"], config["AuthType"]) == (outputs["ProxyFunctionUrl"], "AWS_IAM")
+    url = outputs["RequestResponseQueueUrl"]
+    message = {"MessageBody": "m", "MessageGroupId": "g", "MessageDeduplicationId": "d"}
+    clients.call_now("sqs", "send_message", QueueUrl=url, **message)
+    async with asyncio.timeout(30):
+        for pause_s in itertools.repeat(0.1):
+            if num_messages(clients, url) == 0:
+                break
+            await asyncio.sleep(pause_s)
+    await stacks.delete(clients, name, tags)
+    assert listed(clients, name) == []
+
+
+def external_stack(settings: AwsSettings, code: CodeLocation) -> tuple[str, Json, dict[str, str]]:
+    """As `stack_of`, for an external trainer; the run has the name of its stack."""
+    name = f"{settings.name}-ext"
+    template = run_template(settings, name, name, 2, external=True, callers=[CALLER], code=code)
+    return name, template, run_tags(settings, name)
+
+
+def tiny_package() -> CodePackage:
+    """Handlers that answer with what they got, where the real ones are."""
+    handler = (
+        "import os\ndef handler(event, context):\n    return {'event': event, 'run': os.environ['TURNMILL_RUN']}\n"
+    )
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as opened:
+        for folder in ("turnmill", "turnmill/backends", "turnmill/backends/aws", "turnmill/backends/aws/lambdas"):
+            opened.writestr(f"{folder}/__init__.py", "")
+        for name in ("proxy", "rollout", "responses"):
+            opened.writestr(f"turnmill/backends/aws/lambdas/{name}.py", handler)
+    return CodePackage(digest="tiny", content=buffer.getvalue(), num_unpacked_bytes=1)
 
 
 async def test_a_run_is_deployed_into_its_deployment_and_deleted_with_its_objects(

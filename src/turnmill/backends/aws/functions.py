@@ -19,23 +19,18 @@ RUNTIME, ARCHITECTURE = "python3.12", "x86_64"
 HANDLERS = "turnmill.backends.aws.lambdas"
 # Messages of one invocation of `responses`: the most that a FIFO queue gives.
 _BATCH_SIZE = 10
-# The partition of the deployment's table that holds the records of runs.
-_RUNS_PARTITION = "runs/all"
+# Partitions of the deployment's table: the records of runs, and those of whom has been told what.
+_RUNS = ("runs/all",)
+_ALERTS = ("alerts/all", "alerts/handed_over", "sightings/all")
 _FIND = ("sqs:GetQueueAttributes", "sqs:GetQueueUrl")
 _SEND = ("sqs:SendMessage", *_FIND)
 _CONSUME = ("sqs:ChangeMessageVisibility", "sqs:DeleteMessage", "sqs:ReceiveMessage", *_FIND)
 _RECORDS = tuple(
     f"dynamodb:{action}"
-    for action in (
-        "BatchGetItem",
-        "BatchWriteItem",
-        "ConditionCheckItem",
-        "DeleteItem",
-        "GetItem",
-        "PutItem",
-        "Query",
-        "UpdateItem",
-    )
+    for action in "BatchGetItem ConditionCheckItem DeleteItem GetItem PutItem Query UpdateItem".split()
+)
+_ALERT_RECORDS = tuple(
+    f"dynamodb:{action}" for action in "BatchGetItem ConditionCheckItem GetItem PutItem UpdateItem".split()
 )
 
 
@@ -67,8 +62,8 @@ class _Function:
     memory_mb: int
     sends: tuple[str, ...] = ()
     consumes: tuple[str, ...] = ()
-    # Of a function that tells people.
-    publishes: bool = False
+    # It records and publishes alerts: nobody else watches a run of an external trainer.
+    tells: bool = False
 
 
 _PROXY = _Function(
@@ -79,15 +74,14 @@ _PROXY = _Function(
     memory_mb=1769,
     sends=("rollout_response", "generate_request"),
     consumes=("rollout_request",),
-    publishes=True,
+    tells=True,
 )
 _ROLLOUT = _Function(
     name="rollout",
     prefix="Rollout",
     timeout_s=30,
     memory_mb=512,
-    sends=("rollout_request", "rollout_response"),
-    publishes=True,
+    sends=("rollout_request",),
 )
 # A sixth of the queue's visibility timeout, as Lambda asks for: a batch that is throttled is not delivered twice.
 _RESPONSES = _Function(
@@ -159,6 +153,7 @@ def _resources_of(
 
 
 def _role(function: _Function, settings: AwsSettings, names: StackNames, run_id: str, queues: Sequence[str]) -> Json:
+    deployment_table = _arn("dynamodb", f"table/{settings.table}")
     statements = [
         _allow(
             "Logs", ("logs:CreateLogStream", "logs:PutLogEvents"), {"Fn::GetAtt": [f"{function.prefix}Logs", "Arn"]}
@@ -166,18 +161,14 @@ def _role(function: _Function, settings: AwsSettings, names: StackNames, run_id:
         _allow("Records", _RECORDS, {"Fn::GetAtt": ["Records", "Arn"]}),
         *_bucket_statements(settings, run_id),
         # A condition can name a partition, not an item of it.
-        _allow(
-            "RunRecord",
-            ("dynamodb:GetItem",),
-            _arn("dynamodb", f"table/{settings.table}"),
-            {"ForAllValues:StringEquals": {"dynamodb:LeadingKeys": [_RUNS_PARTITION]}},
-        ),
+        _allow("RunRecord", ("dynamodb:GetItem",), deployment_table, _in_partitions(_RUNS)),
     ]
     for sid, actions, kinds in (("Send", _SEND, function.sends), ("Consume", _CONSUME, function.consumes)):
         arns = [{"Fn::GetAtt": [queue_id(queue), "Arn"]} for queue in queues if queue.partition("-")[0] in kinds]
         if arns:
             statements.append(_allow(sid, actions, arns))
-    if function.publishes:
+    if function.tells:
+        statements.append(_allow("AlertRecords", _ALERT_RECORDS, deployment_table, _in_partitions(_ALERTS)))
         statements.append(_allow("Alerts", ("sns:Publish",), _arn("sns", settings.topic)))
     trust = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
     properties = {
@@ -235,6 +226,10 @@ def _source() -> Json:
 def _allow(sid: str, actions: Sequence[str], resource: object, condition: Mapping[str, Any] | None = None) -> Json:
     statement: Json = {"Sid": sid, "Effect": "Allow", "Action": list(actions), "Resource": resource}
     return statement | ({"Condition": dict(condition)} if condition else {})
+
+
+def _in_partitions(partitions: Sequence[str]) -> Json:
+    return {"ForAllValues:StringEquals": {"dynamodb:LeadingKeys": list(partitions)}}
 
 
 def _arn(service: str, resource: str) -> Json:
