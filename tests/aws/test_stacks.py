@@ -177,6 +177,9 @@ async def test_two_that_deploy_at_once_come_to_the_same_end(clients: AwsClients,
     assert all(end == ends[0] for end in ends)
     found = await stacks.find_tagged(clients, tags)
     assert [stack.name for stack in found] == [name]
+    _, larger, _ = stack_of(settings, num_replicas=9)
+    await asyncio.gather(*(stacks.deploy(clients, name, larger, tags) for _ in range(4)))
+    assert len(resources_of(clients, name)) == 25
     await asyncio.gather(*(stacks.delete(clients, name, tags) for _ in range(3)))
     assert listed(clients, name) == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnmill.backends.aws.functions import CodeLocation
-from turnmill.backends.aws.resources import Json, queue_names
+from turnmill.backends.aws.resources import Json, queues_of_run
 from turnmill.backends.aws.settings import AwsSettings, StackNames, check_name
 from turnmill.backends.aws.templates import body_of, deployment_template, run_tags, run_template
 from turnmill.errors import InvalidInput
@@ -76,7 +76,7 @@ def test_the_records_of_a_deployment_can_be_recovered_and_those_of_a_run_go_with
 def test_each_queue_has_its_dead_letters_and_each_replica_its_queue() -> None:
     template = run_template(SETTINGS, "a-stack", "run", 3)
     queues = of_type(template, "AWS::SQS::Queue")
-    assert len(queues) == 2 * len(queue_names(3, external=False)) == 12
+    assert len(queues) == 2 * len(queues_of_run(3, external=False)) == 12
     for name, queue in queues.items():
         assert queue["FifoQueue"] is True
         assert queue["DeduplicationScope"] == "messageGroup"
@@ -135,8 +135,8 @@ def test_no_role_has_a_wildcard_but_below_what_belongs_to_the_run(settings: AwsS
         for sid, statement in statements_of(template, role).items():
             assert "*" not in "".join(statement["Action"]), sid
             resource = json.dumps(statement["Resource"])
-            # Objects of the run; a log group's own ARN ends in the wildcard of its streams.
-            assert "*" not in resource or "/runs/my-trainer/*" in resource, sid
+            # Objects of the run, and large records of runs; a log group's own ARN ends in the wildcard of its streams.
+            assert "*" not in resource or "/runs/my-trainer/*" in resource or sid == "LargeRunRecord", sid
     assert statements_of(template, "ProxyRole")["Keys"]["Condition"] == {
         "StringLike": {"s3:prefix": "runs/my-trainer/*"}
     }

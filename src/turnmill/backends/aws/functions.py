@@ -185,6 +185,8 @@ def _bucket_statements(settings: AwsSettings, run_id: str) -> list[Json]:
     prefix = f"runs/{run_id}/*"
     statements = [
         _allow("Objects", ("s3:DeleteObject", "s3:GetObject", "s3:PutObject"), {"Fn::Sub": f"{bucket}/{prefix}"}),
+        # Records of the deployment that are too large for their table.
+        _allow("LargeRunRecord", ("s3:GetObject",), {"Fn::Sub": f"{bucket}/records/runs/*"}),
         _allow("Keys", ("s3:ListBucket",), {"Fn::Sub": bucket}, {"StringLike": {"s3:prefix": prefix}}),
     ]
     if settings.kms_key is not None:

@@ -13,7 +13,7 @@ from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.backends.aws.deployment import bucket_of
 from turnmill.backends.aws.emptying import delete_objects
 from turnmill.backends.aws.package import pack, store
-from turnmill.backends.aws.resources import queue_names
+from turnmill.backends.aws.resources import queues_of_run
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.backends.aws.templates import run_tags, run_template
 from turnmill.errors import BackendUnavailable
@@ -84,7 +84,7 @@ class StackRunInfra:
         await self._write_first_object(bucket)
         names = StackNames(stack=self._stack)
         found = [f"stack {self._stack}", f"table {names.table}", f"bucket {bucket}/{self.prefix}"]
-        for queue in queue_names(resources.num_replicas, external=resources.is_external):
+        for queue in queues_of_run(resources.num_replicas, external=resources.is_external):
             found += [f"queue {names.queue(queue)}", f"queue {names.dead_letter_queue(queue)}"]
         found += [f"function {outputs[name]}" for name in outputs if name.endswith("FunctionName")]
         return found

@@ -8,20 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnmill.backends.aws.settings import AwsSettings, StackNames
+from turnmill.ports import GENERATE_REQUEST, queue_names
 
 Json = dict[str, Any]
 LOG_RETENTION_DAYS = 30
 # Parts of an upload that was never completed, and what was overwritten or deleted, are kept for so many days.
 _INCOMPLETE_DAYS, _NONCURRENT_DAYS = 7, 30
-# Queues of a run that there is one of, by their name everywhere else.
-_SINGLE_QUEUES = ("rollout_request", "rollout_response", "generate_response")
 _GOES: Mapping[str, str] = {"DeletionPolicy": "Delete", "UpdateReplacePolicy": "Delete"}
 
 
-def queue_names(num_replicas: int, *, external: bool) -> list[str]:
-    """The queues of a run; an external trainer's replicas share one generate_request."""
-    requests = ["generate_request"] if external else [f"generate_request-{index}" for index in range(num_replicas)]
-    return [*_SINGLE_QUEUES, *requests]
+def queues_of_run(num_replicas: int, *, external: bool) -> list[str]:
+    """The queues of a run, by their names everywhere else; an external generator has one generate_request."""
+    return [*queue_names(0), GENERATE_REQUEST] if external else queue_names(num_replicas)
 
 
 def queue_id(queue: str) -> str:

@@ -225,7 +225,8 @@ async def _update(clients: AwsClients, stack: Stack, body: str, tags: Mapping[st
         if "No updates are to be performed" in str(refused):
             return "unchanged"
         now = await find(clients, stack.name)
-        if now is not None and now.stack_id == stack.stack_id and not now.is_busy:
+        was_busy = "_IN_PROGRESS" in str(refused)
+        if not was_busy and now is not None and now.stack_id == stack.stack_id and not now.is_busy:
             raise _not_allowed(refused) from refused
         return "overtaken"
     return "begun"

@@ -20,8 +20,8 @@ from turnmill.backends.aws.resources import (
     bucket_policy,
     log_group,
     queue_id,
-    queue_names,
     queue_resources,
+    queues_of_run,
     table,
     topic,
     topic_policy,
@@ -78,7 +78,7 @@ def run_template(
     """
     check_run_id(run_id)
     names = StackNames(stack=stack)
-    queues = queue_names(num_replicas, external=external)
+    queues = queues_of_run(num_replicas, external=external)
     resources = {"Records": table(names.table, is_recoverable=False)}
     outputs: Json = {"TasksTableName": {"Ref": "Records"}}
     for queue in queues:
