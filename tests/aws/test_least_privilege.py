@@ -176,10 +176,11 @@ def test_a_function_reads_and_writes_below_the_prefix_of_its_run(deployed: Deplo
         put_object(f"runs/{OTHER}/blobs/x"),
         put_object("lambda/x.zip"),
         put_object("records/runs/x"),
-        ("s3", "list_objects_v2", {"Bucket": deployed.bucket, "Prefix": f"runs/{STACK}/"}),
-        ("s3", "list_objects_v2", {"Bucket": deployed.bucket}),
+        ("s3", "get_object", {"Bucket": deployed.bucket, "Key": f"runs/{STACK}/absent"}),
+        ("s3", "get_object", {"Bucket": deployed.bucket, "Key": f"runs/{OTHER}/stack"}),
+        ("s3", "list_object_versions", {"Bucket": deployed.bucket}),
         ("s3", "delete_bucket", {"Bucket": deployed.bucket}),
-    ) == ["done", "denied", "denied", "denied", "denied", "done", "denied", "denied"]
+    ) == ["done", "denied", "denied", "denied", "denied", "NoSuchKey", "denied", "denied", "denied"]
 
 
 def test_the_proxy_tells_people_and_the_others_do_not(deployed: Deployed) -> None:
