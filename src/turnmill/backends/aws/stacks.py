@@ -18,7 +18,7 @@ one operation of a stack at a time, and each caller waits for the end of whichev
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -283,23 +283,29 @@ async def _resources(clients: AwsClients, stack: Stack) -> list[dict[str, Any]]:
 async def _reasons(clients: AwsClients, stack: Stack, token: str) -> str:
     """Why the operation that `token` began has failed: the first reasons, oldest first."""
 
-    def read(client: Any) -> list[str]:
-        found: list[str] = []
+    def read(client: Any) -> Iterator[dict[str, Any]]:
         for page in client.get_paginator("describe_stack_events").paginate(StackName=stack.stack_id):
             for event in page["StackEvents"]:
                 if event.get("ClientRequestToken") != token:
-                    return found
-                reason = event.get("ResourceStatusReason", "")
+                    return
                 # Cancelled is what was under way when something else failed.
-                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in reason:
-                    found.append(f"{event['LogicalResourceId']}: {reason or event['ResourceStatus']}")
-        return found
+                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in _reason(event):
+                    yield event
 
     try:
-        found = await clients.run(lambda: clients.work_with("cloudformation", "describe_stack_events", read))
+        failed = await clients.run(
+            lambda: clients.work_with("cloudformation", "describe_stack_events", lambda client: list(read(client)))
+        )
     except Refused as refused:
         return f"{_LOOK} ({refused})"
-    return "; ".join(found[::-1][:_MOST_REASONS]) or _LOOK
+    # The stack's own says no more than which resources failed, where some have.
+    of_resources = [event for event in failed if event.get("PhysicalResourceId") != stack.stack_id]
+    reasons = [f"{event['LogicalResourceId']}: {_reason(event)}" for event in reversed(of_resources or failed)]
+    return "; ".join(reasons[:_MOST_REASONS]) or _LOOK
+
+
+def _reason(event: Mapping[str, Any]) -> str:
+    return str(event.get("ResourceStatusReason") or event["ResourceStatus"])
 
 
 async def _nothing_is_left(clients: AwsClients, name: str, tags: Mapping[str, str]) -> None:
