@@ -7,6 +7,7 @@ the account that the stack is made in, so that a template is the same everywhere
 from collections.abc import Mapping
 from typing import Any
 
+from turnmill.backends.aws.records import table_properties
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.ports import GENERATE_REQUEST, queue_names
 
@@ -141,31 +142,13 @@ def topic_policy() -> Json:
 
 def table(name: str, *, is_recoverable: bool) -> Json:
     """A table of records; `is_recoverable`: as of each second of the last 35 days."""
-    properties = table_properties() | {"TableName": name}
-    if is_recoverable:
-        properties["PointInTimeRecoverySpecification"] = {"PointInTimeRecoveryEnabled": True}
+    properties = table_properties(is_recoverable=is_recoverable) | {"TableName": name}
     return {"Type": "AWS::DynamoDB::Table", **_GOES, "Properties": properties}
 
 
 def topic(name: str) -> Json:
     """Encrypted with the key that SNS has in each account, which everybody may use who may use the topic."""
     return {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": name, "KmsMasterKeyId": "alias/aws/sns"}}
-
-
-def table_properties() -> Json:
-    """Of a table of records, without its name."""
-    return {
-        "AttributeDefinitions": [
-            {"AttributeName": "pk", "AttributeType": "S"},
-            {"AttributeName": "sk", "AttributeType": "S"},
-        ],
-        "KeySchema": [
-            {"AttributeName": "pk", "KeyType": "HASH"},
-            {"AttributeName": "sk", "KeyType": "RANGE"},
-        ],
-        "BillingMode": "PAY_PER_REQUEST",
-        "TimeToLiveSpecification": {"AttributeName": "ttl", "Enabled": True},
-    }
 
 
 def dead_letter_queue_properties() -> Json:
