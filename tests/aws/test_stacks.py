@@ -263,6 +263,8 @@ async def test_names_are_refused_with_the_limit_before_anything_is_made(
         await stacks.deploy(clients, "1x", template, tags)
     with pytest.raises(InvalidInput, match="51200"):
         await stacks.deploy(clients, name, run_template(settings, name, "run", 99), tags)
+    with pytest.raises(InvalidInput, match="at most 500"):
+        await stacks.deploy(clients, name, run_template(settings, name, "run", 300), tags)
     with pytest.raises(InvalidInput, match=r"run id 'run\*' can't be used"):
         StackRunInfra(clients, settings, "run*", {}, RunResources(num_replicas=1))
     assert await stacks.find_tagged(clients, deployment_tags(settings)) == []
@@ -367,6 +369,19 @@ async def test_a_run_is_deployed_into_its_deployment_and_deleted_with_its_object
     left = clients.call_now("s3", "list_object_versions", Bucket=bucket)["Versions"]
     assert [version["Key"] for version in left] == ["runs/a.run-2/blobs/x"]
     assert listed(clients, settings.run_stack("a.run")) == []
+
+
+async def test_a_run_of_many_replicas_is_deployed_from_a_template_in_the_bucket(
+    clients: AwsClients, settings: AwsSettings
+) -> None:
+    await deployed(clients, settings)
+    infra = StackRunInfra(clients, settings, "many.replicas", {}, RunResources(num_replicas=99))
+    names = await infra.deploy()
+    # 102 queues with their dead letters, table, stack, and a place in the bucket.
+    assert len(names) == 207
+    assert await infra.deploy() == names
+    await infra.delete()
+    assert listed(clients, settings.run_stack("many.replicas")) == []
 
 
 async def test_the_functions_of_a_run_need_their_code(clients: AwsClients, settings: AwsSettings) -> None:

@@ -185,9 +185,9 @@ def test_equal_arguments_give_equal_templates() -> None:
 
 
 def test_a_template_that_is_too_large_is_refused_with_the_limit() -> None:
-    body_of(run_template(SETTINGS, "x" * 32, "run", 40))
-    with pytest.raises(InvalidInput, match="takes at most 500 in 51200: use fewer generation replicas"):
-        body_of(run_template(SETTINGS, "x" * 32, "run", 200))
+    body_of(run_template(SETTINGS, "x" * 32, "run", 200))
+    with pytest.raises(InvalidInput, match="takes at most 500 in 1000000: use fewer generation replicas"):
+        body_of(run_template(SETTINGS, "x" * 32, "run", 250))
 
 
 @pytest.mark.parametrize(

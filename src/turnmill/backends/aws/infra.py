@@ -7,6 +7,8 @@ delete -> stack, then everything below the prefix
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.clients import AwsClients, Refused
@@ -16,7 +18,7 @@ from turnmill.backends.aws.package import pack, store
 from turnmill.backends.aws.resources import queues_of_run
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.backends.aws.templates import run_tags, run_template
-from turnmill.errors import BackendUnavailable
+from turnmill.errors import BackendUnavailable, InvalidInput
 from turnmill.ports import QueueAdmin
 
 
@@ -80,7 +82,14 @@ class StackRunInfra:
             callers=resources.callers,
             code=code,
         )
-        outputs = await stacks.deploy(self._clients, self._stack, template, self._tags, tell=self._tell)
+        outputs = await stacks.deploy(
+            self._clients,
+            self._stack,
+            template,
+            self._tags,
+            put_template=partial(self._put_template, bucket),
+            tell=self._tell,
+        )
         await self._write_first_object(bucket)
         names = StackNames(stack=self._stack)
         found = [f"stack {self._stack}", f"table {names.table}", f"bucket {bucket}/{self.prefix}"]
@@ -88,6 +97,19 @@ class StackRunInfra:
             found += [f"queue {names.queue(queue)}", f"queue {names.dead_letter_queue(queue)}"]
         found += [f"function {outputs[name]}" for name in outputs if name.endswith("FunctionName")]
         return found
+
+    async def _put_template(self, bucket: str, body: str) -> str:
+        """A run of many replicas has a template that is too large for a request."""
+        key = f"{self.prefix}template.json"
+
+        def put(client: Any) -> str:
+            client.put_object(Bucket=bucket, Key=key, Body=body.encode())
+            return f"{client.meta.endpoint_url}/{bucket}/{key}"
+
+        try:
+            return await self._clients.run(partial(self._clients.work_with, "s3", "put_object", put))
+        except Refused as refused:
+            raise InvalidInput(f"the template of the run can't be stored in {bucket}: {refused}") from refused
 
     async def _write_first_object(self, bucket: str) -> None:
         """What is written later below the prefix meets the same rights."""

@@ -18,17 +18,29 @@ one operation of a stack at a time, and each caller waits for the end of whichev
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 from turnmill import failpoints
 from turnmill.backends.aws.clients import AwsClients, Refused
+from turnmill.backends.aws.described import (
+    GONE,
+    LOOK,
+    Stack,
+    find,
+    find_tagged,
+    not_allowed,
+    outputs,
+    reasons_of,
+    resources_of,
+)
 from turnmill.backends.aws.emptying import delete_objects
 from turnmill.backends.aws.leftovers import what_is_left
 from turnmill.backends.aws.settings import check_stack_name
 from turnmill.backends.aws.templates import body_of
-from turnmill.errors import BackendUnavailable, Conflict, InvalidInput, NotFound
+from turnmill.errors import BackendUnavailable, Conflict, InvalidInput
+
+__all__ = ["Stack", "delete", "deploy", "find", "find_tagged", "outputs"]
 
 # Seconds that an operation of a stack may take, and between two looks at it, the first and the longest.
 TIMEOUT_S = 1800.0
@@ -36,35 +48,21 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _DELETE_TRIES = 3
 # Seconds for which services still list what is deleted.
 _LISTED_S = 90.0
-_GONE = "DELETE_COMPLETE"
 # Made, and as a template says: it can be updated.
 _MADE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE", "IMPORT_COMPLETE")
 # What the first deployment left when it failed: nothing that anybody has used.
 _NEVER_MADE = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "CREATE_FAILED")
-_MOST_REASONS = 5
+
+# Bytes of a template that comes with the request.
+MAX_BODY = 51_200
 
 Tell = Callable[[str], None]
+# Stores the text of a template, and returns its URL.
+PutTemplate = Callable[[str], Awaitable[str]]
 
 
 def _nobody(_: str) -> None:
     """Told to nobody."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """A stack as CloudFormation describes it."""
-
-    name: str
-    # Names this one, and no later one of the same name.
-    stack_id: str
-    status: str
-    tags: Mapping[str, str] = field(default_factory=dict)
-    outputs: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_busy(self) -> bool:
-        """An operation is under way. A stack in review waits for a person instead."""
-        return self.status.endswith("_IN_PROGRESS") and self.status != "REVIEW_IN_PROGRESS"
 
 
 async def deploy(
@@ -73,16 +71,18 @@ async def deploy(
     template: Mapping[str, Any],
     tags: Mapping[str, str],
     *,
+    put_template: PutTemplate | None = None,
     tell: Tell = _nobody,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, str]:
     """Make the stack `name` what `template` says, and its outputs; nothing is done where it is so already.
 
-    `tags` say whose it is. Raises `Conflict` for a stack of that name with other tags, `InvalidInput` for a name or
-    template that breaks a limit or for missing rights, `BackendUnavailable` with the reasons of what can't be made.
+    `put_template` stores the text of a large one, and says where; without it, that is refused. `tags` say whose it is.
+    Raises `Conflict` for a stack of that name with other tags, `InvalidInput` for a name or template that breaks a
+    limit or for missing rights, `BackendUnavailable` with the reasons of what can't be made.
     """
     check_stack_name(name)
-    body = body_of(template)
+    source = await _source(body_of(template), put_template)
     watch = _Watch(clients, tell, time.monotonic() + timeout_s)
     while True:
         watch.check_time(f"deploying the stack {name}")
@@ -98,11 +98,11 @@ async def deploy(
             continue
         token = secrets.token_hex(16)
         if stack is None:
-            begun: Begun = await _create(clients, name, body, tags, token)
+            begun: Begun = await _create(clients, name, source, tags, token)
         elif stack.status in _MADE:
-            begun = await _update(clients, stack, body, tags, token)
+            begun = await _update(clients, stack, source, tags, token)
         else:
-            raise BackendUnavailable(f"the stack {name} is in {stack.status}: {_REMEDIES.get(stack.status, _LOOK)}")
+            raise BackendUnavailable(f"the stack {name} is in {stack.status}: {_REMEDIES.get(stack.status, LOOK)}")
         if begun == "unchanged" and stack is not None:
             tell(f"the stack {name} is as it should be")
             return dict(stack.outputs)
@@ -140,43 +140,9 @@ async def delete(
     await _nothing_is_left(clients, name, tags)
 
 
-async def outputs(clients: AwsClients, name: str) -> dict[str, str]:
-    """The outputs of a stack by their names; raises `NotFound` for one that isn't there."""
-    stack = await find(clients, name)
-    if stack is None:
-        raise NotFound(f"there is no stack {name!r} in {clients.region}")
-    return dict(stack.outputs)
-
-
-async def find(clients: AwsClients, name: str) -> Stack | None:
-    """The stack of this name or id; None where there is none."""
-    try:
-        answer = await clients.call("cloudformation", "describe_stacks", StackName=name)
-    except Refused as refused:
-        if refused.code == "ValidationError" and "does not exist" in str(refused):
-            return None
-        raise _not_allowed(refused) from refused
-    return _stack(answer["Stacks"][0])
-
-
-async def find_tagged(clients: AwsClients, tags: Mapping[str, str]) -> list[Stack]:
-    """All stacks with these tags, by name."""
-
-    def read(client: Any) -> list[Stack]:
-        pages = client.get_paginator("describe_stacks").paginate()
-        return [_stack(found) for page in pages for found in page["Stacks"]]
-
-    try:
-        stacks = await clients.run(lambda: clients.work_with("cloudformation", "describe_stacks", read))
-    except Refused as refused:
-        raise _not_allowed(refused) from refused
-    return sorted((stack for stack in stacks if tags.items() <= stack.tags.items()), key=lambda stack: stack.name)
-
-
 # What became of a request: under way | there is nothing to do | another one was faster, so look again.
 Begun = Literal["begun", "unchanged", "overtaken"]
 
-_LOOK = "the console of CloudFormation says more"
 _REMEDIES = {
     "DELETE_FAILED": "its deletion did not end; delete it again, then deploy",
     "DELETE_COMPLETE": "it was deleted just now; deploy again",
@@ -185,13 +151,26 @@ _REMEDIES = {
 }
 
 
-async def _create(clients: AwsClients, name: str, body: str, tags: Mapping[str, str], token: str) -> Begun:
+async def _source(body: str, put_template: PutTemplate | None) -> dict[str, str]:
+    """The template as a request has it: in itself, or for a large one where it is."""
+    if len(body) <= MAX_BODY:
+        return {"TemplateBody": body}
+    if put_template is None:
+        raise InvalidInput(
+            f"the template has {len(body)} bytes, and a request takes {MAX_BODY}: it must lie in a bucket"
+        )
+    return {"TemplateURL": await put_template(body)}
+
+
+async def _create(
+    clients: AwsClients, name: str, source: Mapping[str, str], tags: Mapping[str, str], token: str
+) -> Begun:
     try:
         await clients.call(
             "cloudformation",
             "create_stack",
             StackName=name,
-            TemplateBody=body,
+            **source,
             Capabilities=["CAPABILITY_IAM"],
             Tags=_as_list(tags),
             # The same request sent again, since its answer was lost, is the same operation.
@@ -201,18 +180,20 @@ async def _create(clients: AwsClients, name: str, body: str, tags: Mapping[str, 
         if refused.code == "AlreadyExistsException":
             return "overtaken"
         if refused.code != "TokenAlreadyExistsException":
-            raise _not_allowed(refused) from refused
+            raise not_allowed(refused) from refused
     failpoints.hit("stack-creating")
     return "begun"
 
 
-async def _update(clients: AwsClients, stack: Stack, body: str, tags: Mapping[str, str], token: str) -> Begun:
+async def _update(
+    clients: AwsClients, stack: Stack, source: Mapping[str, str], tags: Mapping[str, str], token: str
+) -> Begun:
     try:
         await clients.call(
             "cloudformation",
             "update_stack",
             StackName=stack.stack_id,
-            TemplateBody=body,
+            **source,
             Capabilities=["CAPABILITY_IAM"],
             Tags=_as_list(tags),
             ClientRequestToken=token,
@@ -221,13 +202,13 @@ async def _update(clients: AwsClients, stack: Stack, body: str, tags: Mapping[st
         if refused.code == "TokenAlreadyExistsException":
             return "begun"
         if refused.code != "ValidationError":
-            raise _not_allowed(refused) from refused
+            raise not_allowed(refused) from refused
         if "No updates are to be performed" in str(refused):
             return "unchanged"
         now = await find(clients, stack.name)
         was_busy = "_IN_PROGRESS" in str(refused)
         if not was_busy and now is not None and now.stack_id == stack.stack_id and not now.is_busy:
-            raise _not_allowed(refused) from refused
+            raise not_allowed(refused) from refused
         return "overtaken"
     return "begun"
 
@@ -241,7 +222,7 @@ async def _deployed(clients: AwsClients, name: str, token: str, watch: "_Watch")
         raise BackendUnavailable(f"the stack {name} was deleted while it was deployed")
     if stack.status in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
         return dict(stack.outputs)
-    reasons = await _reasons(clients, stack, token)
+    reasons = await reasons_of(clients, stack, token)
     raise BackendUnavailable(f"the stack {name} can't be deployed ({stack.status}): {reasons}")
 
 
@@ -253,59 +234,20 @@ async def _delete_once(clients: AwsClients, stack: Stack, watch: "_Watch") -> No
         await clients.call("cloudformation", "delete_stack", StackName=stack.stack_id, ClientRequestToken=token)
     except Refused as refused:
         if refused.code != "TokenAlreadyExistsException":
-            raise _not_allowed(refused) from refused
+            raise not_allowed(refused) from refused
     ended = await watch.until_settled(stack)
-    if ended is not None and ended.status != _GONE:
-        reasons = await _reasons(clients, ended, token)
+    if ended is not None and ended.status != GONE:
+        reasons = await reasons_of(clients, ended, token)
         raise BackendUnavailable(f"the stack {stack.name} can't be deleted ({ended.status}): {reasons}")
 
 
 async def _empty_buckets(clients: AwsClients, stack: Stack, watch: "_Watch") -> None:
     """CloudFormation does not delete a bucket that holds anything."""
-    for resource in await _resources(clients, stack):
+    for resource in await resources_of(clients, stack):
         bucket = resource.get("PhysicalResourceId")
-        if resource["ResourceType"] == "AWS::S3::Bucket" and resource["ResourceStatus"] != _GONE and bucket:
+        if resource["ResourceType"] == "AWS::S3::Bucket" and resource["ResourceStatus"] != GONE and bucket:
             num_deleted = await delete_objects(clients, bucket)
             watch.tell(f"{num_deleted} object versions of the bucket {bucket} are deleted")
-
-
-async def _resources(clients: AwsClients, stack: Stack) -> list[dict[str, Any]]:
-    def read(client: Any) -> list[dict[str, Any]]:
-        pages = client.get_paginator("list_stack_resources").paginate(StackName=stack.stack_id)
-        return [resource for page in pages for resource in page["StackResourceSummaries"]]
-
-    try:
-        return await clients.run(lambda: clients.work_with("cloudformation", "list_stack_resources", read))
-    except Refused as refused:
-        raise _not_allowed(refused) from refused
-
-
-async def _reasons(clients: AwsClients, stack: Stack, token: str) -> str:
-    """Why the operation that `token` began has failed: the first reasons, oldest first."""
-
-    def read(client: Any) -> Iterator[dict[str, Any]]:
-        for page in client.get_paginator("describe_stack_events").paginate(StackName=stack.stack_id):
-            for event in page["StackEvents"]:
-                if event.get("ClientRequestToken") != token:
-                    return
-                # Cancelled is what was under way when something else failed.
-                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in _reason(event):
-                    yield event
-
-    try:
-        failed = await clients.run(
-            lambda: clients.work_with("cloudformation", "describe_stack_events", lambda client: list(read(client)))
-        )
-    except Refused as refused:
-        return f"{_LOOK} ({refused})"
-    # The stack's own says no more than which resources failed, where some have.
-    of_resources = [event for event in failed if event.get("PhysicalResourceId") != stack.stack_id]
-    reasons = [f"{event['LogicalResourceId']}: {_reason(event)}" for event in reversed(of_resources or failed)]
-    return "; ".join(reasons[:_MOST_REASONS]) or _LOOK
-
-
-def _reason(event: Mapping[str, Any]) -> str:
-    return str(event.get("ResourceStatusReason") or event["ResourceStatus"])
 
 
 async def _nothing_is_left(clients: AwsClients, name: str, tags: Mapping[str, str]) -> None:
@@ -346,7 +288,7 @@ class _Watch:
     async def _tell_of(self, stack: Stack) -> None:
         if self.tell is _nobody:
             return
-        resources = await _resources(self._clients, stack)
+        resources = await resources_of(self._clients, stack)
         num_ended = sum(resource["ResourceStatus"].endswith("_COMPLETE") for resource in resources)
         text = f"stack {stack.name}: {stack.status}, {num_ended} of {len(resources)} resources done"
         if text != self._told:
@@ -366,19 +308,5 @@ def _check_owner(stack: Stack, tags: Mapping[str, str]) -> None:
         )
 
 
-def _stack(described: Mapping[str, Any]) -> Stack:
-    return Stack(
-        name=described["StackName"],
-        stack_id=described["StackId"],
-        status=described["StackStatus"],
-        tags={tag["Key"]: tag["Value"] for tag in described.get("Tags", [])},
-        outputs={output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", [])},
-    )
-
-
 def _as_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"Key": key, "Value": value} for key, value in tags.items()]
-
-
-def _not_allowed(refused: Refused) -> InvalidInput:
-    return InvalidInput(f"{refused}; see the rights of the credentials in use, and the names given")

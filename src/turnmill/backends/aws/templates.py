@@ -29,8 +29,8 @@ from turnmill.backends.aws.resources import (
 from turnmill.backends.aws.settings import AwsSettings, StackNames, check_run_id
 from turnmill.errors import InvalidInput
 
-# What CloudFormation takes: resources of a stack, and bytes of a template that comes with the request.
-MAX_RESOURCES, MAX_TEMPLATE_BYTES = 500, 51_200
+# What CloudFormation takes: resources of a stack, and bytes of a template.
+MAX_RESOURCES, MAX_BYTES = 500, 1_000_000
 # What the outputs call the URL of a queue.
 _QUEUE_OUTPUTS = {
     "rollout_request": "RolloutQueueUrl",
@@ -108,10 +108,10 @@ def body_of(template: Mapping[str, Any]) -> str:
     """As CloudFormation takes it; raises `InvalidInput` for one that is larger than it takes."""
     body = json.dumps(template, separators=(",", ":"))
     num_resources = len(template["Resources"])
-    if num_resources > MAX_RESOURCES or len(body) > MAX_TEMPLATE_BYTES:
+    if num_resources > MAX_RESOURCES or len(body) > MAX_BYTES:
         raise InvalidInput(
             f"{template['Description']}: {num_resources} resources in {len(body)} bytes of template; CloudFormation "
-            f"takes at most {MAX_RESOURCES} in {MAX_TEMPLATE_BYTES}: use fewer generation replicas"
+            f"takes at most {MAX_RESOURCES} in {MAX_BYTES}: use fewer generation replicas"
         )
     return body
 
