@@ -23,7 +23,7 @@ from turnmill.backends.aws.functions import ARCHITECTURE, RUNTIME, CodeLocation
 from turnmill.errors import BackendUnavailable, InvalidInput
 
 # What handlers import that is not in Lambda's Python, and what that needs in turn.
-DEPENDENCIES = ("anyio", "httptools", "idna", "mangum", "msgspec", "typing_extensions")
+DEPENDENCIES = ("anyio", "httptools", "idna", "mangum", "msgspec", "tenacity", "typing_extensions")
 # Of all that is in the zip, unpacked.
 MAX_UNPACKED_BYTES = 250 * 1024 * 1024
 _PYTHON = RUNTIME.removeprefix("python")

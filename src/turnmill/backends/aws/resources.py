@@ -7,12 +7,15 @@ the account that the stack is made in, so that a template is the same everywhere
 from collections.abc import Mapping
 from typing import Any
 
+from turnmill.backends.aws.queue_properties import dead_letter_queue_properties, queue_properties
 from turnmill.backends.aws.records import table_properties
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.ports import GENERATE_REQUEST, queue_names
 
 Json = dict[str, Any]
 LOG_RETENTION_DAYS = 30
+# Of a message, before it is a dead letter. A sample's own attempts end long before (`max_attempts`).
+MAX_RECEIVES = 20
 # Parts of an upload that was never completed, and what was overwritten or deleted, are kept for so many days.
 _INCOMPLETE_DAYS, _NONCURRENT_DAYS = 7, 30
 _GOES: Mapping[str, str] = {"DeletionPolicy": "Delete", "UpdateReplacePolicy": "Delete"}
@@ -36,21 +39,21 @@ def log_group(name: str) -> Json:
 
 
 def queue_resources(names: StackNames, queue: str) -> Json:
-    """A queue with the queue of its dead letters."""
+    """A queue with the queue of its dead letters, each of which knows the other one."""
     logical_id = queue_id(queue)
     dead_letters = logical_id.replace("Queue", "DeadLetters")
+    name = names.queue(queue)
+    # As text: an expression of the one resource in the other, and the other way round, would be a circle.
+    arn = {"Fn::Sub": f"arn:${{AWS::Partition}}:sqs:${{AWS::Region}}:${{AWS::AccountId}}:{name}"}
+    dead_letters_arn = {"Fn::GetAtt": [dead_letters, "Arn"]}
     return {
-        dead_letters: {
-            "Type": "AWS::SQS::Queue",
-            **_GOES,
-            "Properties": dead_letter_queue_properties() | {"QueueName": names.dead_letter_queue(queue)},
-        },
-        logical_id: {
-            "Type": "AWS::SQS::Queue",
-            **_GOES,
-            "Properties": queue_properties({"Fn::GetAtt": [dead_letters, "Arn"]}) | {"QueueName": names.queue(queue)},
-        },
+        dead_letters: _queue(dead_letter_queue_properties(names.dead_letter_queue(queue), arn)),
+        logical_id: _queue(queue_properties(name, dead_letters_arn, max_receives=MAX_RECEIVES)),
     }
+
+
+def _queue(properties: Json) -> Json:
+    return {"Type": "AWS::SQS::Queue", **_GOES, "Properties": properties}
 
 
 def bucket(settings: AwsSettings) -> Json:
@@ -149,23 +152,3 @@ def table(name: str, *, is_recoverable: bool) -> Json:
 def topic(name: str) -> Json:
     """Encrypted with the key that SNS has in each account, which everybody may use who may use the topic."""
     return {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": name, "KmsMasterKeyId": "alias/aws/sns"}}
-
-
-def dead_letter_queue_properties() -> Json:
-    """Of a queue of dead letters, without its name: the longest retention there is, since somebody has to look."""
-    return _FIFO | {"MessageRetentionPeriod": 14 * 86_400}
-
-
-def queue_properties(dead_letters: Json) -> Json:
-    """Of a queue, without its name; `dead_letters`: the ARN of the queue of its dead letters."""
-    redrive = {"deadLetterTargetArn": dead_letters, "maxReceiveCount": 20}
-    return _FIFO | {"MessageRetentionPeriod": 4 * 86_400, "VisibilityTimeout": 60, "RedrivePolicy": redrive}
-
-
-# High throughput: as many messages a second for each group as a whole queue has without it.
-_FIFO: Json = {
-    "FifoQueue": True,
-    "DeduplicationScope": "messageGroup",
-    "FifoThroughputLimit": "perMessageGroupId",
-    "SqsManagedSseEnabled": True,
-}
