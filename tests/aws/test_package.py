@@ -1,13 +1,16 @@
 """The zip of the Lambda functions: the same bytes for the same input, small, and enough to import what they need."""
 
 import io
+import os
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
+import turnmill
 from turnmill.backends.aws.package import DEPENDENCIES, CodePackage, pack
 from turnmill.errors import BackendUnavailable
 
@@ -70,3 +73,25 @@ def test_the_version_and_the_license_of_each_dependency_are_kept(complete: CodeP
     assert described == set(DEPENDENCIES)
     for dependency in DEPENDENCIES:
         assert any(f"{dependency}-" in name and "LICENSE" in name.upper() for name in names), dependency
+
+
+def test_what_a_handler_may_import_is_packed_or_in_lambdas_own_python(tmp_path: Path) -> None:
+    # The SDK and what it needs; `-S` leaves out all that is installed here besides.
+    in_lambda = ("boto3", "botocore", "jmespath", "python-dateutil", "s3transfer", "six", "urllib3")
+    for name in (*DEPENDENCIES, *in_lambda):
+        installed = distribution(name)
+        for top in {path.parts[0] for path in installed.files or () if path.parts[0] not in ("..", "__pycache__")}:
+            (tmp_path / top).symlink_to(str(installed.locate_file(top)))
+    code = """
+import importlib, pkgutil
+import turnmill.backends.aws as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    # What else is there is for other machines.
+    if module.name.endswith(".clients") or ".lambdas" in module.name:
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+    environ = {"PYTHONPATH": f"{Path(turnmill.__file__).parent.parent}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "turnmill.backends.aws.clients" in done.stdout.split()
