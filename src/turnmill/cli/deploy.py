@@ -33,7 +33,7 @@ def deploy(name: str, region: str | None, kms_key: str | None, is_delete: bool, 
 
 
 def _deploy(name: str, region: str | None, kms_key: str | None, console: Console) -> dict[str, str]:
-    _require_extra()
+    require_extra()
     from turnmill.backends.aws.clients import AwsClients
     from turnmill.backends.aws.deployment import deploy_deployment
     from turnmill.backends.aws.settings import AwsSettings
@@ -57,7 +57,7 @@ def _deploy(name: str, region: str | None, kms_key: str | None, console: Console
 
 
 def _delete(name: str, region: str | None, yes: bool, console: Console) -> dict[str, str]:
-    _require_extra()
+    require_extra()
     from turnmill.backends.aws.clients import AwsClients
     from turnmill.backends.aws.deployment import delete_deployment
     from turnmill.backends.aws.settings import AwsSettings
@@ -74,7 +74,7 @@ def _delete(name: str, region: str | None, yes: bool, console: Console) -> dict[
     return {}
 
 
-def _require_extra() -> None:
+def require_extra() -> None:
     """The SDK is loaded by the commands that need it alone, and installed only for whom it is of use."""
     if any(importlib.util.find_spec(module) is None for module in ("anyio", "boto3")):
         raise InvalidInput("AWS can't be used: its SDK is not installed; pip install 'turnmill[aws]'")
