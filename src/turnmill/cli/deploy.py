@@ -41,10 +41,18 @@ def _deploy(name: str, region: str | None, kms_key: str | None, console: Console
     settings = AwsSettings(name=name, region=region, kms_key=kms_key)
     clients = AwsClients(settings)
     try:
-        say(console, f"deployment {name} in {clients.region}")
+        # Whose account it is, the services say when something is made.
+        bucket = settings.bucket("account", clients.region).replace("-account-", "-<account>-")
+        say(console, f"deployment {name} in {clients.region}: what is not there yet is made, the rest stays")
+        say(
+            console,
+            f"  bucket {bucket}, table {settings.table}, topic {settings.topic}, log group {settings.log_group}",
+        )
+        say(console, "  it costs nothing while no run goes on, but for what is stored")
         outputs = run_loop(deploy_deployment(clients, settings, lambda text: say(console, text)))
     finally:
         clients.close()
+    say(console, "it is there:")
     for what, output in (
         ("bucket", "BucketName"),
         ("records", "RecordsTableName"),
@@ -52,7 +60,6 @@ def _deploy(name: str, region: str | None, kms_key: str | None, console: Console
         ("metrics", "MetricsLogGroupName"),
     ):
         say(console, f"  {what}: {outputs[output]}")
-    say(console, "it costs nothing while no run goes on, but for what is stored")
     return outputs
 
 
