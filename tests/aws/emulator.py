@@ -1,6 +1,7 @@
 """An emulator of AWS services as a process of its own, for tests: MiniStack on a port of 127.0.0.1.
 
-What it can't show: IAM and KMS policies are not enforced, throughput limits are not kept, and time can't be moved.
+What it can't show: KMS policies are not enforced, throughput limits are not kept, and time can't be moved. Those of IAM
+are enforced where it has the variable AUTH=true.
 """
 
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from turnmill.backends.aws.settings import AwsSettings
 
@@ -48,8 +50,11 @@ def environ_of(url: str) -> dict[str, str]:
 
 
 @contextmanager
-def running_emulator(folder: Path) -> Iterator[Emulator]:
-    """Start an emulator that keeps its log in `folder`; it ends, and forgets everything, with the block."""
+def running_emulator(folder: Path, variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Emulator]:
+    """Start an emulator that keeps its log in `folder`; it ends, and forgets everything, with the block.
+
+    `variables` are added to its environment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "emulator.log"
     for _ in range(5):
@@ -69,6 +74,7 @@ def running_emulator(folder: Path) -> Iterator[Emulator]:
                     "LOG_LEVEL": "WARNING",
                     "S3_DATA_DIR": str(folder / "s3"),
                     "TMPDIR": str(folder),
+                    **variables,
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=output,

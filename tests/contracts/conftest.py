@@ -12,6 +12,7 @@ import pytest
 
 from tests.aws.emulator import Emulator
 from tests.contracts import aws_objects, aws_queue, aws_records
+from tests.contracts.aws_infra import RunOnAws, new_run
 from tests.contracts.clock import Later
 from tests.contracts.outbox_side import OutboxSide
 from turnmill.backends.aws.clients import AwsClients
@@ -39,6 +40,7 @@ from turnmill.ports import (
 # Suites that run on other backends, too, by the name of their file.
 SUITES: dict[str, list[str]] = {
     "test_blobs_contract": ["aws"],
+    "test_infra_contract": ["aws"],
     "test_metrics_contract": ["aws"],
     "test_models_contract": ["aws"],
     "test_outbox_contract": ["aws"],
@@ -168,8 +170,31 @@ def records(open_records: Callable[[], RecordStore]) -> RecordStore:
 
 
 @pytest.fixture
-def open_ports(backend: str, tmp_path: Path) -> Iterator[Callable[[], RunPorts]]:
+def run_on_aws(emulator: Emulator, tmp_path: Path, request: pytest.FixtureRequest) -> RunOnAws:
+    return new_run(emulator, tmp_path, request.addfinalizer)
+
+
+@pytest.fixture
+def look(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], set[str]]:
+    """Names all that is there of runs, but the -wal and -shm files of open databases."""
+    if backend == "aws":
+        run: RunOnAws = request.getfixturevalue("run_on_aws")
+        return run.look
+
+    def entries() -> set[str]:
+        found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+        return {name for name in found if not name.endswith(("-wal", "-shm"))}
+
+    return entries
+
+
+@pytest.fixture
+def open_ports(backend: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], RunPorts]]:
     """Opens the ports of the same run each time, as another process would."""
+    if backend == "aws":
+        run: RunOnAws = request.getfixturevalue("run_on_aws")
+        yield run.open_ports
+        return
     opened: list[RunPorts] = []
 
     def open_one() -> RunPorts:

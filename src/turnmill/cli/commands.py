@@ -8,6 +8,7 @@ from turnmill.cli.chat import chat
 from turnmill.cli.cleanup import cleanup
 from turnmill.cli.cost import cost
 from turnmill.cli.data import data
+from turnmill.cli.deploy import deploy
 from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
 from turnmill.cli.errors import SectionedGroup
@@ -21,7 +22,7 @@ from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
 SECTIONS = {
-    "Train": (demo, data, run, up, upload, cancel, resume, retry),
+    "Train": (demo, data, run, up, upload, cancel, resume, retry, deploy),
     "Use what was trained": (evaluate, serve, chat),
     "Look": (runs, status, watch, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),

@@ -70,7 +70,8 @@ STAGES: tuple[Stage, ...] = (
         does="Makes the run's queues, records and folders, and writes to each.",
         start=start_deploy,
         poll=poll_deploy,
-        timeout_s=lambda config: 120.0,
+        # A cloud's services take minutes.
+        timeout_s=lambda config: 900.0,
         expected_s=5.0,
     ),
     Stage(

@@ -59,9 +59,11 @@ class RunInfra(Protocol):
     """What the ports of one run stand on: its queues, records, and places for blobs, weights, logs and checkpoints."""
 
     async def deploy(self) -> list[str]:
-        """Make all of it and write to each part, so that a later write finds it there; their names, for people.
+        """Make all of it, so that a later write finds it there; the names of its parts, for people.
 
-        Idempotent: what is there stays as it is. Raises `BackendUnavailable` naming what can't be made or written.
+        A part that may be there and yet not take a write is written to. May take minutes. Idempotent, also where two
+        processes do it at once: what is there stays as it is. Raises `BackendUnavailable` naming what can't be made or
+        written, `InvalidInput` where its deployment is not there, `Conflict` where its name is somebody else's.
         """
         ...
 

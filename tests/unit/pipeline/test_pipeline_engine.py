@@ -419,7 +419,7 @@ def test_the_table_holds_the_stages_in_order_and_only_teardown_always_runs() -> 
 TABLE = """
 ValidateData       train,eval  timeout   600  expected   5  retries 3: infrastructure
 Preflight          train,eval  timeout   300  expected  10  retries 3: infrastructure
-DeployRunInfra     train,eval  timeout   120  expected   5  retries 3: infrastructure
+DeployRunInfra     train,eval  timeout   900  expected   5  retries 3: infrastructure
 StartGeneration    train,eval  timeout   600  expected  60  retries 3: infrastructure
 StartRewardWorkers train,eval  timeout   120  expected  10  retries 3: infrastructure
 SubmitTraining     train       timeout 86520  expected 600  retries 3: infrastructure
