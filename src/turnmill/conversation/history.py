@@ -16,6 +16,7 @@ from turnmill.conversation.branches import in_order
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Message, RecordStore, Stored, Write
 from turnmill.records import (
+    Ask,
     Call,
     DeadSample,
     InvalidReason,
@@ -24,6 +25,7 @@ from turnmill.records import (
     SampleRecord,
     SampleState,
     StopReason,
+    ask_prefix,
     call_prefix,
     decode,
     encode,
@@ -68,6 +70,26 @@ async def read_calls(records: RecordStore, run_id: str, purpose: Purpose, sample
         if len(page) < PAGE_SIZE:
             return in_order(calls)
         after = page[-1].key
+
+
+async def read_asks(records: RecordStore, run_id: str, purpose: Purpose, sample_id: str) -> list[Stored]:
+    """The log of a sample's asks, in its order."""
+    prefix, after = ask_prefix(run_id, purpose, sample_id), ""
+    found: list[Stored] = []
+    while True:
+        page = await records.scan(prefix, after=after, limit=PAGE_SIZE)
+        found += page
+        if len(page) < PAGE_SIZE:
+            return found
+        after = page[-1].key
+
+
+def checked_ask(stored: Stored) -> Ask:
+    """The ask in a record; raises `RecordCorrupt` if it is under a foreign key."""
+    ask = _decoded(stored, Ask)
+    if ask.key != stored.key:
+        raise RecordCorrupt(f"record {stored.key} holds the ask {ask.key}")
+    return ask
 
 
 async def write_calls(records: RecordStore, calls: Sequence[Call]) -> list[bool]:
@@ -128,11 +150,17 @@ def dead_sample(sample: SampleRecord) -> Write:
 
 
 def ended_message(sample: SampleRecord) -> Message:
-    """The news that a sample ended; sent again it is swallowed, which is right: the record is the truth."""
+    """The news that a sample ended; sent again it is swallowed, which is right: the record is the truth.
+
+    A foreign trainer knows no sample without a reward: it is told the low end of the range, and the reason.
+    """
+    reward = sample.reward
+    if reward is None and sample.wire_id is not None:
+        reward = sample.request.rewards["range"][0]
     response = RolloutResponse(
-        sample_id=sample.sample_id,
+        sample_id=sample.wire_id or sample.sample_id,
         stop_reason=sample.stop_reason or sample.reason or StopReason.END_OF_CONVERSATION,
-        rewards={"aggregate_score": sample.reward},
+        rewards={"aggregate_score": reward},
         reason=sample.reason,
         run_id=sample.run_id,
         purpose=sample.purpose,

@@ -9,7 +9,7 @@ A message that comes back means that the worker before stopped its heartbeats.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -31,6 +31,8 @@ from turnmill.ports import Leased, RunPorts, Stored, Write
 from turnmill.records import RolloutRequest, SampleRecord, SampleState, decode, encode, sample_key
 
 logger = logging.getLogger(__name__)
+# Told of each sample that was given up, once its dead letter is written; perhaps more than once.
+OnDead = Callable[[SampleRecord], Awaitable[None]]
 # How many c are reserved by one write of the sample record.
 CALL_RANGE = 64
 
@@ -76,12 +78,23 @@ class _Round:
 class Leases:
     """Leases from rollout_request on behalf of workers."""
 
-    def __init__(self, ports: RunPorts, config: Config, registry: Registry) -> None:
+    def __init__(
+        self,
+        ports: RunPorts,
+        config: Config,
+        registry: Registry,
+        *,
+        call_range: int = CALL_RANGE,
+        on_dead: OnDead | None = None,
+    ) -> None:
+        """`call_range`: call numbers that a lease reserves; 0 where each is taken by a record of its own."""
         self._records = ports.records
         self._requests = ports.rollout_request
         self._responses = ports.rollout_response
         self._config = config
         self._registry = registry
+        self._call_range = call_range
+        self._on_dead = on_dead
 
     async def take(self, max_rollouts: int, wait_s: float) -> list[Leased]:
         """Messages to be handed out; cancelled while waiting, nothing is used up but their lease time."""
@@ -104,6 +117,8 @@ class Leases:
         for change in dead:
             self._registry.retire(change.sample.key)
             logger.error("%s", change.sample.detail, extra={"at": change.sample.key})
+            if self._on_dead is not None:
+                await self._on_dead(change.sample)
         ended = [*decided.ended, *(change.sample for change in dead)]
         if ended:
             await self._responses.send([ended_message(sample) for sample in ended])
@@ -222,7 +237,9 @@ class Leases:
             lease_token_hash=hash_secret(lease.lease_token),
             receipt=receipt,
             first_call=first_call,
-            call_bound=first_call + CALL_RANGE,
+            call_bound=first_call + self._call_range,
+            reason=None,
+            detail=None,
         )
         return leased, lease
 

@@ -76,7 +76,7 @@ async def test_a_continuation_sends_only_the_new_messages(world: "World") -> Non
     assert (start.parent, [message["content"] for message in start.messages]) == (None, ["Play.", "Guess."])
     assert (continuation.parent, continuation.messages) == ("task_0_0", [{"role": "user", "content": "Again."}])
     assert continuation.max_length == world.config.max_length
-    assert world.sessions.counts.num_forks == 0
+    assert world.counts.num_forks == 0
 
 
 async def test_an_empty_lease_comes_back_after_the_wait(world: "World") -> None:

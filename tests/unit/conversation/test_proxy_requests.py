@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def test_the_same_report_twice_is_recorded_once(world: "World") -> None:
     rollout = await world.begin()
     assert [(await world.report(rollout, 0.5)).status for _ in range(2)] == [200, 200]
-    assert world.sessions.counts.num_reports == 1
+    assert world.counts.num_reports == 1
     assert len(await world.news()) == 1
     assert (await world.report(rollout, 0.75)).code == "reported_otherwise"
     assert (await world.sample()).reward == 0.5

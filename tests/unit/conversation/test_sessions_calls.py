@@ -37,7 +37,7 @@ async def test_one_idempotency_key_is_one_call(world: "World") -> None:
         answers = [await world.chat(rollout, "Guess.", headers=headers, **more) for _ in range(2)]
         assert answers[0] == answers[1]
     assert len(world.replica.requests) == 2
-    assert world.sessions.counts.num_retries == 2
+    assert world.counts.num_retries == 2
     await world.report(rollout)
     assert (await world.sample()).calls == ("task_0_0", "task_0_1")
 
@@ -90,11 +90,11 @@ async def test_a_history_that_nobody_said_forks_and_is_counted(world: "World") -
         None,
         ["Guess.", "something else", "Again."],
     )
-    assert world.sessions.counts.num_forks == 1
+    assert world.counts.num_forks == 1
     # The unedited branch still goes on.
     await world.chat(rollout, "Guess.", message(first), "Again.")
     assert world.replica.requests[2].parent == "task_0_0"
-    assert world.sessions.counts.num_forks == 1
+    assert world.counts.num_forks == 1
 
 
 async def test_edited_text_late_in_a_conversation_is_context_after_the_last_true_reply(world: "World") -> None:
@@ -104,7 +104,7 @@ async def test_edited_text_late_in_a_conversation_is_context_after_the_last_true
     await world.chat(rollout, "Guess.", message(first), "Again.", {"role": "assistant", "content": "edited"}, "More.")
     assert world.replica.requests[2].parent == "task_0_0"
     assert [item["role"] for item in world.replica.requests[2].messages] == ["user", "assistant", "user"]
-    assert world.sessions.counts.num_forks == 1
+    assert world.counts.num_forks == 1
 
 
 async def test_equal_answers_that_are_both_gone_on_from_make_two_branches(world: "World") -> None:
@@ -138,7 +138,7 @@ async def test_a_second_attempt_replays_until_the_first_difference(world: "World
     second = await world.lease_one()
     # Another third message, then the old fourth one: below the difference everything is live.
     assert await play(world, second, "a", "b", "x", "c") == ["task_0_0", "task_0_1", "task_0_3", "task_0_4"]
-    assert world.sessions.counts.num_replayed == 2
+    assert world.counts.num_replayed == 2
     assert len(world.replica.requests) == 5
     assert [request.attempt for request in world.replica.requests] == [1, 1, 1, 2, 2]
     await world.report(second)
@@ -323,7 +323,7 @@ async def test_a_restarted_proxy_goes_on_with_the_attempt(world: "World") -> Non
         third = await second.chat(here, "a", message(first), "b", message(retry), "c")
         assert third.body["id"] not in {"task_0_0", "task_0_1"}
         assert world.replica.requests[-1].parent == "task_0_1"
-        assert second.sessions.counts.num_forks == 0
+        assert second.counts.num_forks == 0
         assert (await second.report(here)).status == 200
     sample = await world.sample()
     assert sample.calls == ("task_0_0", "task_0_1", third.body["id"])
