@@ -1,7 +1,7 @@
 """The sessions of a run that many processes serve at once: instances of a function, containers behind a balancer.
 
-    chat -> pointer of the secret -> sample record -> log of its asks + recorded calls -> the branch that is gone on from
-         -> Ask appended under the next index, if nobody was faster -> generate_request -> Call record -> answer
+    chat -> pointer of the secret -> sample record -> log of its asks + recorded calls -> the branch that goes on
+         -> Ask appended under the next index, if nobody was faster -> generate_request -> Call -> answer
 
 Nothing is taken from this process's memory that another one may have changed, and nothing outlives a request, since a
 function may be frozen between two of them. So there is no task here and nobody listens to generate_response: who waits

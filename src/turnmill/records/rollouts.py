@@ -117,9 +117,11 @@ class SampleRecord:
     lease_token_hash: str | None = None
     # Opaque receipt of the leased queue message.
     receipt: str | None = None
-    # The c of the attempt's first own call; earlier attempts never reuse it.
+    # The c of the attempt's first own call; earlier attempts never reuse it. Where the log of a sample's asks is kept,
+    # that of the sample's first call.
     first_call: int = 0
-    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none).
+    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none), but for those
+    # in the log of asks, which counts on from here.
     call_bound: int = 0
     # None until REPORTED, and None for INVALID (a foreign trainer is told the low end of the range then).
     reward: float | None = None

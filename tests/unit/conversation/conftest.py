@@ -174,6 +174,11 @@ class World:
     num_posts: int = 0
 
     @property
+    def is_lone(self) -> bool:
+        """One process serves it, which remembers."""
+        return self.form is Form.LONE
+
+    @property
     def sessions(self) -> Sessions:
         """The process that remembers."""
         (service,) = self.services

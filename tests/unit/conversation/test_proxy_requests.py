@@ -47,7 +47,7 @@ async def test_an_attempt_of_many_calls_is_reported_with_all_of_them(world: "Wor
     assert (await world.report(rollout, 0.5)).status == 200
     sample = await world.sample()
     assert len(sample.calls) == 70
-    assert sample.call_bound == 128
+    assert not world.is_lone or sample.call_bound == 128
 
 
 async def test_a_null_reward_is_recorded_with_its_reason(world: "World") -> None:
