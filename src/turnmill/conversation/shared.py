@@ -128,28 +128,32 @@ class SharedSessions(Service):
         if entry.error is not None:
             raise entry.error
         give_up_at = time.time() + self._config.call_timeout_s
-        return await self._wait(attempt, entry, ask, hold_s=hold_s, give_up_at=give_up_at)
+        call = await self._wait(attempt.sample, ask, hold_s=hold_s, give_up_at=give_up_at)
+        return Pending(step_id=ask.call_id) if call is None else attempt.deliver(entry, call)
 
     async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> Answer | Pending:
         """See `Service.step`."""
-        view = await self._view(await self._registry.sample_key(secret, SecretKind.CHAT), secret)
-        entry = view.attempt.steps.get(step_id)
-        if entry is None:
+        sample = await self._played(await self._registry.sample_key(secret, SecretKind.CHAT), secret)
+        asks = [checked_ask(stored) for stored in await read_asks(self._ports.records, *place_of(sample))]
+        ask = next((ask for ask in asks if (ask.attempt, ask.call_id) == (sample.attempt, step_id)), None)
+        if ask is None:
             raise NotFound(f"the attempt has no step {step_id}")
-        if entry.answer is not None:
-            return entry.answer
-        if entry.error is not None:
-            raise entry.error
-        ask = view.ask_of(entry)
         give_up_at = ask.created_at + self._config.call_timeout_s
-        return await self._wait(view.attempt, entry, ask, hold_s=hold_s, give_up_at=give_up_at)
+        if await self._wait(sample, ask, hold_s=hold_s, give_up_at=give_up_at) is None:
+            return Pending(step_id=step_id)
+        # What it goes on from is read only now: most of those who ask for a step ask too early.
+        view = await self._view(sample, name_in(secret))
+        answer = view.attempt.steps[step_id].answer
+        if answer is None:
+            raise RecordCorrupt(f"call {ask.call_key} was removed while it was read")
+        return answer
 
     async def _begin(
         self, sample_key: str, secret: str, request: ChatRequest, key: str | None, is_retry: bool
     ) -> tuple[Attempt, Entry, Ask]:
         """The entry of a request and its ask, which was there, or is now, and was sent."""
         while True:
-            view = await self._view(sample_key, secret)
+            view = await self._view(await self._played(sample_key, secret), name_in(secret))
             attempt = view.attempt
             check_sample_id(attempt.sample, request.sample_id)
             entry = attempt.retry_of(request, key, is_retry)
@@ -213,35 +217,32 @@ class SharedSessions(Service):
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(
-        self, attempt: Attempt, entry: Entry, ask: Ask, *, hold_s: float | None, give_up_at: float
-    ) -> Answer | Pending:
-        """Look at the records until the call is answered, `hold_s` are over, or its time is (Unix seconds)."""
+    async def _wait(self, sample: SampleRecord, ask: Ask, *, hold_s: float | None, give_up_at: float) -> Call | None:
+        """Look at the records until the call is there; None after `hold_s`. `give_up_at`: Unix seconds."""
         let_go_at = None if hold_s is None else time.monotonic() + hold_s
         look_s = LOOK_S
         while True:
-            found = await self._look(attempt, entry, ask)
-            if isinstance(found, Answer):
+            found = await self._look(sample, ask)
+            if isinstance(found, Call):
                 return found
-            await self._send_again(attempt.sample, found)
+            await self._send_again(sample, found)
             if time.time() >= give_up_at:
                 raise CallTimeout(f"the call was not answered within {self._config.call_timeout_s:g} s")
             if not self.is_healthy:
                 raise ShuttingDown("the proxy is closing")
             left_s = look_s if let_go_at is None else let_go_at - time.monotonic()
             if left_s <= 0:
-                return Pending(step_id=entry.call_id)
+                return None
             await asyncio.sleep(min(look_s, left_s))
             look_s = min(2 * look_s, MAX_LOOK_S)
 
-    async def _look(self, attempt: Attempt, entry: Entry, ask: Ask) -> Answer | Stored:
-        """The answer, if the call is recorded; else the ask as it stands. Raises what the call failed with."""
-        keys = [attempt.sample.key, ask.key, entry.key]
-        sample, stored, call = await self._ports.records.get(keys)
-        if sample is None or not is_played_by(checked_sample(sample), attempt.sample.chat_secret_hash):
-            raise LeaseLost(f"the attempt ended before its call {entry.call_id} was answered")
+    async def _look(self, sample: SampleRecord, ask: Ask) -> Call | Stored:
+        """The call, if it is recorded; else the ask as it stands. Raises what the call failed with."""
+        latest, stored, call = await self._ports.records.get([sample.key, ask.key, ask.call_key])
+        if latest is None or not is_played_by(checked_sample(latest), sample.chat_secret_hash):
+            raise LeaseLost(f"the attempt ended before its call {ask.call_id} was answered")
         if call is not None:
-            return attempt.deliver(entry, checked_call(call))
+            return checked_call(call)
         if stored is None:
             raise RecordCorrupt(f"{ask.key} was removed while its call was waited for")
         if (error := checked_ask(stored).error) is not None:
@@ -262,18 +263,17 @@ class SharedSessions(Service):
 
     # ------------------------------------------------------------ records
 
-    async def _view(self, sample_key: str, secret: str) -> _View:
-        """The attempt that a chat secret opens; raises `LeaseLost` where it is over."""
+    async def _played(self, sample_key: str, secret: str) -> SampleRecord:
+        """The sample whose current attempt a chat secret opens; raises `LeaseLost` where that is over."""
         sample, _ = await self._registry.read_sample(sample_key)
         if not is_played_by(sample, hash_secret(secret)):
             raise LeaseLost(f"the attempt is over; sample {sample.sample_id} is no longer played by it")
-        return await self._view_of(sample, name_in(secret))
+        return sample
 
-    async def _view_of(self, sample: SampleRecord, name: str) -> _View:
-        where = place_of(sample)
+    async def _view(self, sample: SampleRecord, name: str) -> _View:
         # First what was asked, then what is recorded: whatever an ask goes on from was recorded before it.
-        asks = [checked_ask(stored) for stored in await read_asks(self._ports.records, *where)]
-        calls = await read_calls(self._ports.records, *where) if asks else []
+        asks = [checked_ask(stored) for stored in await read_asks(self._ports.records, *place_of(sample))]
+        calls = await read_calls(self._ports.records, *place_of(sample)) if asks else []
         attempt = Attempt(sample=sample, name=name, next_call=sample.call_bound, call_bound=sample.call_bound)
         attempt.load_log(asks, calls)
         return _View(attempt=attempt, asks=asks, calls=calls)
@@ -295,7 +295,7 @@ class SharedSessions(Service):
             if sample.state is not SampleState.LEASED:
                 check_same(sample, report)
                 break
-            view = await self._view_of(sample, name_in(secret))
+            view = await self._view(sample, name_in(secret))
             if is_to_be_played_again(sample, report.score, self._config.max_attempts):
                 ended = played_again(sample, report)
             else:

@@ -33,6 +33,7 @@ from turnmill.records import (
     RolloutRequest,
     RolloutResponse,
     Run,
+    RunKind,
     RunStatus,
     SampleRecord,
     SampleState,
@@ -171,6 +172,9 @@ class World:
     replica: ScriptedReplica
     http: aiohttp.ClientSession
 
+    run: Run
+    # Samples that were given up, as `on_dead` was told.
+    dead: list[SampleRecord] = field(default_factory=list)
     num_posts: int = 0
 
     @property
@@ -327,12 +331,18 @@ RUN = Run(
 
 
 @asynccontextmanager
-async def _proxy(ports: RunPorts, config: Config, form: Form, run: Run = RUN) -> AsyncIterator[tuple[Service, str]]:
+async def _proxy(
+    ports: RunPorts, config: Config, form: Form, run: Run = RUN, dead: list[SampleRecord] | None = None
+) -> AsyncIterator[tuple[Service, str]]:
+    async def on_dead(sample: SampleRecord) -> None:
+        if dead is not None:
+            dead.append(sample)
+
     if form is Form.LONE:
         async with Sessions(ports, run=run, config=config) as sessions, serve(create_app(sessions)) as port:
             yield sessions, f"http://127.0.0.1:{port}"
     else:
-        shared = SharedSessions(ports, run=run, config=config)
+        shared = SharedSessions(ports, run=run, config=config, on_dead=on_dead)
         async with serve(create_app(shared)) as port:
             yield shared, f"http://127.0.0.1:{port}"
 
@@ -368,10 +378,38 @@ async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE
                 urls=urls,
                 replica=replica,
                 http=http,
+                run=RUN,
             )
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+    finally:
+        ports.close()
+
+
+@asynccontextmanager
+async def open_external_world(root: Path) -> AsyncIterator[World]:
+    """A run with a foreign trainer, served by two proxies; whoever generates is the test's own."""
+    ports = open_run(root, RUN_ID, num_replicas=1)
+    run = replace(RUN, kind=RunKind.EXTERNAL)
+    dead: list[SampleRecord] = []
+    try:
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            proxies = [await stack.enter_async_context(_proxy(ports, CONFIG, Form.SHARED, run, dead)) for _ in range(2)]
+            services, urls = zip(*proxies, strict=True)
+            yield World(
+                root=root,
+                ports=ports,
+                config=CONFIG,
+                form=Form.SHARED,
+                services=services,
+                urls=urls,
+                replica=ScriptedReplica(ports),
+                http=http,
+                run=run,
+                dead=dead,
+            )
     finally:
         ports.close()
 
@@ -390,6 +428,13 @@ async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 async def lone_world(tmp_path: Path) -> AsyncIterator[World]:
     """A run with lasting leases, served by one process."""
     async with open_world(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def shared_world(tmp_path: Path) -> AsyncIterator[World]:
+    """A run with lasting leases, served by two processes that share its records."""
+    async with open_world(tmp_path, form=Form.SHARED) as opened:
         yield opened
 
 
