@@ -4,8 +4,8 @@
     Ask -> generate_request with the whole conversation, under the ids of the wire
 
 The trainer's sample id stays on the wire. What is played under it is a sample of an id of its own, an occurrence: the
-same id asked for again, once what was played under it has ended, is another one. So is the name of a step: it counts up
-over the calls of all attempts and occurrences, so that a late answer is never taken for one to another call.
+same id asked for again, once what was played under it has ended, is another one. The names of steps count up over the
+calls of all attempts and occurrences, so that a late answer is never taken for one to another call.
 """
 
 import time
@@ -168,9 +168,9 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _wrong(field: str, what: str, raw: Mapping[str, Any]) -> InvalidInput:
+def _wrong(field: str, what: str, raw: Mapping[str, Any]) -> InvalidRequest:
     found = repr(raw[field])[:60] if field in raw else "missing"
-    return InvalidInput(f"rollout request: {field} {what}; it is {found}")
+    return InvalidRequest(f"rollout request: {field} {what}; it is {found}", param=field)
 
 
 # ---------------------------------------------------------------- generate requests

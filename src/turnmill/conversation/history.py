@@ -14,7 +14,7 @@ import msgspec
 from turnmill import __version__
 from turnmill.conversation.branches import in_order
 from turnmill.errors import RecordCorrupt
-from turnmill.ports import Message, RecordStore, Stored, Write
+from turnmill.ports import Message, RecordStore, Stored, WorkQueue, Write
 from turnmill.records import (
     Ask,
     Call,
@@ -134,6 +134,11 @@ def failed_by_infra(sample: SampleRecord, detail: str) -> SampleRecord:
     return replace(sample, state=SampleState.INVALID, reason=InvalidReason.INFRA, reward=None, detail=detail)
 
 
+def is_given_up(sample: SampleRecord) -> bool:
+    """A foreign trainer was, or is to be, told that no attempt at its sample was scored."""
+    return sample.wire_id is not None and sample.state is SampleState.INVALID
+
+
 def dead_sample(sample: SampleRecord) -> Write:
     """The dead letter about a sample that ended by `failed_by_infra`; the first one about it stands."""
     letter = DeadSample(
@@ -166,6 +171,19 @@ def ended_message(sample: SampleRecord) -> Message:
         purpose=sample.purpose,
     )
     return Message(body=encode(response), group=sample.sample_id, dedup_id=f"{sample.key}#{sample.attempt}")
+
+
+async def tell_ended(records: RecordStore, responses: WorkQueue, samples: Sequence[SampleRecord]) -> None:
+    """Send the news that samples ended, except what a foreign trainer is known to have been told.
+
+    Whoever dies before it is known sends it again within seconds, which the queue's deduplication swallows.
+    """
+    untold = [sample for sample in samples if not sample.is_told]
+    if untold:
+        await responses.send([ended_message(sample) for sample in untold])
+    if foreign := [sample.key for sample in untold if sample.wire_id is not None]:
+        stored = [item for item in await records.get(foreign) if item is not None]
+        await write_samples(records, [(replace(checked_sample(item), is_told=True), item.version) for item in stored])
 
 
 async def write_samples(records: RecordStore, changes: Iterable[tuple[SampleRecord, int]]) -> list[bool]:

@@ -16,7 +16,7 @@ import msgspec
 
 from turnmill.config import Config
 from turnmill.conversation.attempts import Attempt
-from turnmill.conversation.history import checked_sample, dead_sample, ended_message, failed_by_infra
+from turnmill.conversation.history import checked_sample, dead_sample, failed_by_infra, is_given_up, tell_ended
 from turnmill.conversation.registry import (
     Registry,
     SecretKind,
@@ -112,20 +112,31 @@ class Leases:
             # One line: a worker that died had dozens.
             logger.warning("%d rollouts are played again: their leases ran out without a report", num_again)
         dead = [change for change in applied if change.lease is None]
-        if dead:
-            await self._records.write([dead_sample(change.sample) for change in dead])
         for change in dead:
             self._registry.retire(change.sample.key)
             logger.error("%s", change.sample.detail, extra={"at": change.sample.key})
-            if self._on_dead is not None:
-                await self._on_dead(change.sample)
+        # A foreign trainer's sample that has no score was given up; who ended it may have died before it could say so.
+        untold = [sample for sample in decided.ended if is_given_up(sample) and not sample.is_told]
+        await self._bury([*untold, *(change.sample for change in dead)])
         ended = [*decided.ended, *(change.sample for change in dead)]
         if ended:
-            await self._responses.send([ended_message(sample) for sample in ended])
+            await tell_ended(self._records, self._responses, ended)
         done = [*decided.done, *(change.receipt for change in dead)]
         if done:
             await self._requests.ack(done)
         return leases
+
+    async def give_up(self, sample: SampleRecord) -> None:
+        """Write the dead letter of a sample, and say so; done again, it says the same."""
+        logger.error("no attempt was scored: %s", sample.detail or sample.reason, extra={"at": sample.key})
+        await self._bury([sample])
+
+    async def _bury(self, samples: Sequence[SampleRecord]) -> None:
+        if samples:
+            await self._records.write([dead_sample(sample) for sample in samples])
+        if self._on_dead is not None:
+            for sample in samples:
+                await self._on_dead(sample)
 
     async def _write(self, changes: Sequence[_Change]) -> list[_Change]:
         """Write the samples; those that were changed since they were read (e.g. dropped) are looked at again later."""

@@ -32,10 +32,10 @@ from turnmill.conversation.history import (
     checked_ask,
     checked_call,
     checked_sample,
-    dead_sample,
-    ended_message,
+    is_given_up,
     read_asks,
     read_calls,
+    tell_ended,
     write_samples,
 )
 from turnmill.conversation.leases import Leases, OnDead
@@ -95,7 +95,6 @@ class SharedSessions(Service):
         super().__init__(ports, run, config, Leases(ports, config, self._registry, call_range=0, on_dead=on_dead))
         self._config = config
         self._resend_s = config.call_timeout_s * RESEND_PART if resend_s is None else resend_s
-        self._on_dead = on_dead
         # Requests of one sample that come to this process wait for one another instead of racing.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -313,13 +312,10 @@ class SharedSessions(Service):
         if sample.state is SampleState.REQUESTED:
             await self._ports.rollout_request.release(receipts)
             return
-        if sample.state is SampleState.INVALID and sample.wire_id is not None:
-            await self._ports.records.write([dead_sample(sample)])
-            logger.error("no attempt was scored: %s", sample.detail or sample.reason, extra={"at": sample.key})
-            if self._on_dead is not None:
-                await self._on_dead(sample)
+        if is_given_up(sample) and not sample.is_told:
+            await self._leases.give_up(sample)
         # The news first: if this process dies in between, the message comes back and the news is told again.
-        await self._ports.rollout_response.send([ended_message(sample)])
+        await tell_ended(self._ports.records, self._ports.rollout_response, [sample])
         await self._ports.rollout_request.ack(receipts)
 
 

@@ -134,6 +134,8 @@ class SampleRecord:
     # Text for people: what went wrong.
     detail: str | None = None
     drop_reason: DropReason | None = None
+    # A foreign trainer was told how it ended. It takes what it is told twice for two, so that it is not told again.
+    is_told: bool = False
     # Optimizer step that it is batched in.
     step: int | None = None
     # Digest over identity, attempt, reward, metrics and calls, written with REPORTED.

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config
@@ -248,7 +249,8 @@ class World:
     async def get(self, path: str, *, token: str | None = None, **headers: str) -> HttpAnswer:
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        async with self.http.get(self._next(path), headers=headers) as response:
+        # As it is written, with what is escaped in it.
+        async with self.http.get(URL(self._next(path), encoded=True), headers=headers) as response:
             return HttpAnswer(status=response.status, body=await response.json(content_type=None))
 
     def _next(self, path: str) -> str:

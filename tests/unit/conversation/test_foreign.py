@@ -14,7 +14,7 @@ from turnmill.conversation.foreign import MAX_STEPS, open_occurrence
 from turnmill.conversation.responses import Outcome, record_message
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import InvalidInput
-from turnmill.ports import RunPorts, Write
+from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (
     Call,
     DeadSample,
@@ -29,6 +29,7 @@ from turnmill.records import (
     encode,
     occurrence_key,
 )
+from turnmill.wiring.running.redriving import redrive_sample
 
 EXTERNAL = replace(RUN, kind=RunKind.EXTERNAL)
 
@@ -352,3 +353,40 @@ async def test_a_sample_whose_workers_die_is_answered_as_infra(world: World) -> 
     assert [dead.sample_id for dead in world.dead] == ["row_0"]
     # It may be asked for again.
     assert (await opened(world)).sample_id == "row_0~1"
+
+
+async def test_a_given_up_sample_is_not_redriven_since_its_trainer_was_answered(world: World) -> None:
+    await world.ports.runs.write([Write(key=EXTERNAL.key, value=encode(EXTERNAL), expected=0)])
+    await opened(world)
+    for _ in range(world.config.max_attempts):
+        await world.report(await world.lease_one(), None, reason="env_error")
+    (stored,) = await world.ports.records.get([dead_letter_key("run-1", "train/row_0")])
+    assert stored is not None
+    with pytest.raises(InvalidInput, match="foreign trainer"):
+        await redrive_sample(world.ports, decode(stored.value, DeadSample))
+
+
+@pytest.mark.parametrize("score", [0.5, None])
+async def test_who_dies_before_it_tells_is_followed_by_one_who_does_and_nobody_tells_twice(
+    world: World, score: float | None
+) -> None:
+    sample = await opened(world)
+    await world.lease_one()
+    ended = replace(
+        await world.sample("row_0"),
+        state=SampleState.INVALID if score is None else SampleState.REPORTED,
+        reason=InvalidReason.ENV_ERROR if score is None else None,
+        reward=score,
+    )
+    await world.ports.records.write([Write(key=ended.key, value=encode(ended), expected=None)])
+    await world.ports.rollout_request.release([ended.receipt or ""])
+    assert (await world.lease(wait_s=0)).body == {"rollouts": []}
+    assert [item["rewards"] for item in await told(world)] == [{"aggregate_score": -1.0 if score is None else score}]
+    assert [dead.sample_id for dead in world.dead] == (["row_0"] if score is None else [])
+    assert (await world.sample("row_0")).is_told
+    # Comes again, long after the queue has forgotten that it was told.
+    again = Message(body=encode(sample.request), group="row_0", dedup_id="again")
+    await world.ports.rollout_request.send([again])
+    before = await world.ports.rollout_response.counts()
+    assert (await world.lease(wait_s=0)).body == {"rollouts": []}
+    assert (await world.ports.rollout_response.counts()).num_sent == before.num_sent

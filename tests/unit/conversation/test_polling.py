@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -134,6 +135,15 @@ async def test_the_secret_may_come_as_a_bearer_token(world: "World") -> None:
     assert (await world.post("/v1/chat/completions/task_0_0", body, token=secret)).status == 405
 
 
+async def test_a_step_of_a_sample_whose_id_is_no_path_is_found(world: "World") -> None:
+    rollout = await world.begin("task/ä 1?%2F")
+    world.replica.may_answer.clear()
+    step = step_in(await world.chat(rollout, "Guess.", headers=ASYNC))
+    world.replica.may_answer.set()
+    answer = await world.get(steps_of(rollout) + quote(step, safe=""), Prefer="wait=20")
+    assert (answer.status, answer.body["id"]) == (200, "task/ä 1?%2F_0")
+
+
 async def test_the_server_holds_nobody_for_longer_than_it_says(world: "World") -> None:
     rollout = await world.begin()
     world.replica.may_answer.clear()
@@ -152,7 +162,9 @@ async def test_the_server_holds_nobody_for_longer_than_it_says(world: "World") -
 
 async def test_a_client_that_asks_for_no_answer_has_made_its_call_all_the_same(lone_world: "World") -> None:
     rollout = await lone_world.begin()
+    lone_world.replica.may_answer.clear()
     step = step_in(await lone_world.chat(rollout, "Guess.", headers=ASYNC))
+    lone_world.replica.may_answer.set()
     while not lone_world.sessions.calls.counts.num_told:  # noqa: ASYNC110 - inside the server that has no event
         await asyncio.sleep(0.01)
     assert (await lone_world.report(rollout)).status == 200
