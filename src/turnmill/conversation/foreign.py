@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from turnmill import failpoints
 from turnmill.config import Config
 from turnmill.conversation.history import checked_sample, path_of
 from turnmill.conversation.requests import Report, finite
@@ -72,6 +73,7 @@ async def open_occurrence(ports: RunPorts, run: Run, config: Config, request: Ma
         )
         # Whoever is first: the sample of the occurrence that stands then is the answer to both.
         await ports.records.write([Write(key=entry.key, value=encode(entry), expected=version)])
+        failpoints.hit("occurrence-opened")
 
 
 async def find_occurrence(ports: RunPorts, run_id: str, wire_id: str) -> tuple[Occurrence | None, int]:
@@ -109,6 +111,7 @@ async def _sample_of(ports: RunPorts, config: Config, occurrence: Occurrence) ->
             call_bound=first_call,
         )
         await ports.records.write([Write(key=key, value=encode(sample), expected=0)])
+        failpoints.hit("occurrence-requested")
 
 
 async def _send(ports: RunPorts, sample: SampleRecord) -> None:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 from msgspec import structs
 
+from turnmill import failpoints
 from turnmill.config import Config
 from turnmill.conversation.attempts import Answer, Attempt, Entry, Pending, failure_of
 from turnmill.conversation.calls import rendezvous
@@ -166,6 +167,7 @@ class SharedSessions(Service):
             if not await self._claim(ask):
                 await asyncio.sleep(random.uniform(0, RACE_S))
                 continue
+            failpoints.hit("ask-claimed")
             self.counts.num_chats += 1
             if attempt.num_forks > num_forks:
                 self.counts.num_forks += 1
@@ -303,6 +305,7 @@ class SharedSessions(Service):
             if ok:
                 sample = ended
                 self.counts.num_reports += 1
+                failpoints.hit("sample-reported")
                 break
         await self._tell(sample)
 

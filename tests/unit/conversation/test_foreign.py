@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from tests.unit.conversation.conftest import CONFIG, RUN, World, open_external_world
-from turnmill.conversation.foreign import MAX_STEPS, open_occurrence
+from turnmill.conversation.foreign import MAX_STEPS, open_occurrence, step_id_of
 from turnmill.conversation.responses import Outcome, record_message
 from turnmill.conversation.sessions import Sessions
-from turnmill.errors import InvalidInput
+from turnmill.errors import InvalidInput, InvalidRequest
 from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (
     Call,
@@ -299,6 +299,14 @@ async def test_names_of_steps_are_not_used_again_and_late_answers_reach_no_live_
     assert await generator.tell(generator.answer(of_third, "right")) is Outcome.RECORDED
     assert await generator.tell(generator.answer(of_third, "twice")) is Outcome.KNOWN
     assert (await world.chat(third, "Guess.", headers={"x-stainless-retry-count": "1"})).text == "right"
+
+
+async def test_a_sample_makes_no_more_calls_than_its_steps_have_names(world: World) -> None:
+    sample = replace(await opened(world), call_bound=MAX_STEPS)
+    assert step_id_of(sample, "row_0~1_5", 2 * MAX_STEPS - 1) == f"row_0_{2 * MAX_STEPS - 1}"
+    with pytest.raises(InvalidRequest, match="more than are served"):
+        step_id_of(sample, "row_0~1_5", 2 * MAX_STEPS)
+    assert step_id_of(replace(sample, wire_id=None), "task_0_5", 10**6) == "task_0_5"
 
 
 # ---------------------------------------------------------------- samples without a score

@@ -176,3 +176,15 @@ async def test_a_client_that_asks_for_no_answer_has_made_its_call_all_the_same(l
 async def test_a_wish_that_is_none_is_ignored(lone_world: "World", wish: str) -> None:
     rollout = await lone_world.begin()
     assert (await lone_world.chat(rollout, "Guess.", headers={"Prefer": wish})).status == 200
+
+
+async def test_after_a_restart_steps_that_were_answered_are_known(world: "World") -> None:
+    rollout = await world.begin()
+    answered = await world.chat(rollout, "Guess.", headers={"Prefer": "wait=20"})
+    world.replica.may_answer.clear()
+    pending = step_in(await world.chat(rollout, "Other.", headers=ASYNC))
+    async with world.restarted() as later:
+        steps = steps_of(later.here(rollout))
+        assert (await later.get(steps + answered.body["id"])).text == answered.text
+        # One process has it in memory only.
+        assert (await later.get(steps + pending)).status == (404 if world.is_lone else 202)

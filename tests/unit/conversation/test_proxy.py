@@ -337,14 +337,14 @@ async def test_a_file_that_cannot_be_written_ends_the_serving_instead_of_letting
     assert (await lone_world.lease(wait_s=20)).status == 503
 
 
-async def test_five_hundred_connections_are_served_at_once(world: "World") -> None:
-    rollout = await world.begin()
-    world.replica.may_answer.clear()
+async def test_five_hundred_connections_are_served_at_once(lone_world: "World") -> None:
+    rollout = await lone_world.begin()
+    lone_world.replica.may_answer.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        many = replace(world, http=http)
+        many = replace(lone_world, http=http)
         calls = [asyncio.create_task(many.chat(rollout, f"Guess {index}.")) for index in range(500)]
-        await world.replica.was_asked.wait()
-        world.replica.may_answer.set()
+        await lone_world.replica.was_asked.wait()
+        lone_world.replica.may_answer.set()
         answers = await asyncio.gather(*calls)
     assert {answer.status for answer in answers} == {200}
     assert len({answer.body["id"] for answer in answers}) == 500
