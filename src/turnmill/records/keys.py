@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from turnmill.records.outcomes import Purpose
 
-# Segments of the partition, by kind; one for all others. Calls are most of what a run writes, so that each sample's are
-# a partition: no place that keeps a partition serves more than a few conversations.
-PARTITION_SEGMENTS: Mapping[str, int] = {"calls": 3}
+# Segments of the partition, by kind; one for all others. Calls and asks are most of what a run writes, so that each
+# sample's are a partition: no place that keeps a partition serves more than a few conversations.
+PARTITION_SEGMENTS: Mapping[str, int] = {"asks": 3, "calls": 3}
 
 
 def segment(text: str) -> str:

@@ -390,9 +390,13 @@ async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE
 
 
 @asynccontextmanager
-async def open_external_world(root: Path) -> AsyncIterator[World]:
-    """A run with a foreign trainer, served by two proxies; whoever generates is the test's own."""
-    ports = open_run(root, RUN_ID, num_replicas=1)
+async def open_external_world(root: Path, over: Callable[[RunPorts], RunPorts] | None = None) -> AsyncIterator[World]:
+    """A run with a foreign trainer, served by two proxies; whoever generates is the test's own.
+
+    `over` puts other ports in the place of the embedded ones.
+    """
+    embedded = open_run(root, RUN_ID, num_replicas=1)
+    ports = embedded if over is None else over(embedded)
     run = replace(RUN, kind=RunKind.EXTERNAL)
     dead: list[SampleRecord] = []
     try:
@@ -413,7 +417,7 @@ async def open_external_world(root: Path) -> AsyncIterator[World]:
                 dead=dead,
             )
     finally:
-        ports.close()
+        embedded.close()
 
 
 WorldOf = Callable[..., AbstractAsyncContextManager[World]]
