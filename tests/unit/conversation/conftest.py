@@ -390,7 +390,9 @@ async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE
 
 
 @asynccontextmanager
-async def open_external_world(root: Path, over: Callable[[RunPorts], RunPorts] | None = None) -> AsyncIterator[World]:
+async def open_external_world(
+    root: Path, over: Callable[[RunPorts], RunPorts] | None = None, config: Config = CONFIG
+) -> AsyncIterator[World]:
     """A run with a foreign trainer, served by two proxies; whoever generates is the test's own.
 
     `over` puts other ports in the place of the embedded ones.
@@ -402,12 +404,12 @@ async def open_external_world(root: Path, over: Callable[[RunPorts], RunPorts] |
     try:
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            proxies = [await stack.enter_async_context(_proxy(ports, CONFIG, Form.SHARED, run, dead)) for _ in range(2)]
+            proxies = [await stack.enter_async_context(_proxy(ports, config, Form.SHARED, run, dead)) for _ in range(2)]
             services, urls = zip(*proxies, strict=True)
             yield World(
                 root=root,
                 ports=ports,
-                config=CONFIG,
+                config=config,
                 form=Form.SHARED,
                 services=services,
                 urls=urls,
