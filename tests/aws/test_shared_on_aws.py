@@ -17,6 +17,7 @@ from tests.contracts.aws_queue import make_queue, open_queue
 from tests.unit.conversation.conftest import CONFIG, World, open_external_world
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.large_values import LargeValues
+from turnmill.backends.aws.queue import SqsQueue
 from turnmill.backends.aws.records import DynamoRecordStore
 from turnmill.backends.aws.settings import AwsSettings
 from turnmill.conversation.attempts import Answer
@@ -31,14 +32,20 @@ from turnmill.records import Purpose, SampleState, encode
 def over(clients: AwsClients, records: DynamoRecordStore) -> Callable[[RunPorts], RunPorts]:
     """Puts records and queues on the emulator in the place of embedded ones."""
 
+    def queue(name: str) -> SqsQueue:
+        unique = f"{name}-{secrets.token_hex(4)}"
+        make_queue(clients, unique)
+        return open_queue(clients, unique)
+
     def replaced(ports: RunPorts) -> RunPorts:
-        queues = {}
-        for name in ("rollout_request", "rollout_response", "generate_request", "generate_response"):
-            queue = f"{name}-{secrets.token_hex(4)}"
-            make_queue(clients, queue)
-            queues[name] = open_queue(clients, queue)
-        generate_request = queues.pop("generate_request")
-        return replace(ports, records=records, generate_request=(generate_request,), **queues)
+        return replace(
+            ports,
+            records=records,
+            rollout_request=queue("rollout_request"),
+            rollout_response=queue("rollout_response"),
+            generate_request=(queue("generate_request"),),
+            generate_response=queue("generate_response"),
+        )
 
     return replaced
 
