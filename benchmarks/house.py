@@ -25,7 +25,8 @@ from benchmarks.instant import InstantEngine, reply_of
 from turnmill import assets
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.config import Config, from_dict, to_dict
-from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.hosting import serve
+from turnmill.conversation.proxy import create_app
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment.base import Chat, Message, Outcome, Score, opening_messages
 from turnmill.environment.wordle import INVALID_GUESS, Wordle, answer_of, feedback, marks, parse_guess

@@ -14,7 +14,8 @@ from pathlib import Path
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config, to_dict
-from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.hosting import serve
+from turnmill.conversation.proxy import create_app
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment.base import Chat, Environment, Outcome, opening_messages
 from turnmill.generation.renderer import Renderer

@@ -19,8 +19,27 @@ MODULES = (
 )
 
 
+# What serves the proxy where somebody else accepts the connections.
+SERVERLESS = (
+    "turnmill.conversation.foreign",
+    "turnmill.conversation.proxy",
+    "turnmill.conversation.responses",
+    "turnmill.conversation.shared",
+)
+SERVERS = ("uvicorn", "starlette", "httptools", "click", "aiohttp", "sqlite3")
+
+
+def loaded(module: str, unwanted: tuple[str, ...]) -> str:
+    code = f"import sys, {module}; print(sorted(set({unwanted!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded(module, HEAVY) == "[]"
+
+
+@pytest.mark.parametrize("module", SERVERLESS)
+def test_importing_it_loads_neither_anything_heavy_nor_a_server(module: str) -> None:
+    assert loaded(module, HEAVY + SERVERS) == "[]"

@@ -2,11 +2,12 @@
 
     chat request -> retry_of | begin -> (recorded answer | new call) -> deliver -> Answer
 
-Everything here can be built again from the records (`restore`) and is forgotten when the attempt ends.
+Everything here can be built again from the records and is forgotten when the attempt ends: from the calls alone
+(`load`), as far as they tell, or from the log of what was asked (`load_log`), exactly.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from turnmill.conversation.branches import (
 from turnmill.conversation.requests import ChatRequest, Heard
 from turnmill.errors import GenerationFailed, InvalidRequest, RecordCorrupt
 from turnmill.records import (
+    Ask,
     Call,
     FinishReason,
     GenerateRequest,
@@ -47,6 +49,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer is still to come; it can be asked for under the name of the step."""
+
+    step_id: str
+
+
 class Entry(msgspec.Struct, kw_only=True):
     """One chat request of the attempt and the call that answers it."""
 
@@ -63,6 +71,8 @@ class Entry(msgspec.Struct, kw_only=True):
     # Neither: not answered yet.
     answer: Answer | None = None
     error: GenerationFailed | None = None
+    # What waits for the answer on behalf of a client that may ask for it later.
+    asking: "asyncio.Task[Answer] | None" = None
 
 
 @dataclass(kw_only=True)
@@ -91,6 +101,8 @@ class Attempt:
     # Call ids in order of first use.
     consumed: dict[str, None] = field(default_factory=dict)
     heard: Heard = field(default_factory=Heard)
+    # Entries whose answers can be asked for later, by call id.
+    steps: dict[str, Entry] = field(default_factory=dict)
     # Guards the reading of records on behalf of this attempt.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _table: BranchTable = field(default_factory=BranchTable)
@@ -129,13 +141,7 @@ class Attempt:
         """A new request's entry, and the recorded answer of an earlier attempt where it replays one."""
         parent, start = self._table.match(request.said.hashes)
         messages = request.said.since(start)
-        self.num_requests += 1
-        # Assistant text that no call here produced is context (mask 0): the client edited its history.
-        if (parent is None and self.num_requests > 1) or (parent and any(m["role"] == "assistant" for m in messages)):
-            self.num_forks += 1
-        if parent is not None:
-            parent.is_continued = True
-            self._consume(parent)
+        self._go_on(parent, messages)
         digest = request_digest(messages, None, request.sampling)
         recorded = self._replay.take(parent.call_id if parent else None, digest)
         if recorded is None:
@@ -149,6 +155,15 @@ class Attempt:
         if key is not None:
             self._keyed[key] = entry
         return entry, recorded
+
+    def _go_on(self, parent: Node | None, messages: list[dict[str, Any]]) -> None:
+        self.num_requests += 1
+        # Assistant text that no call here produced is context (mask 0): the client edited its history.
+        if (parent is None and self.num_requests > 1) or (parent and any(m["role"] == "assistant" for m in messages)):
+            self.num_forks += 1
+        if parent is not None:
+            parent.is_continued = True
+            self._consume(parent)
 
     def generate_request(self, entry: Entry, sampling: Sampling) -> GenerateRequest:
         """What the replica is sent: with a parent, only the messages after its reply."""
@@ -202,6 +217,40 @@ class Attempt:
         )
         self.is_loaded = True
 
+    def load_log(self, asks: Sequence[Ask], calls: Sequence[Call]) -> None:
+        """Take up what all attempts of the sample asked, in order, and the calls that are recorded.
+
+        Consumed is what this attempt asked for and has an answer, whether or not its client has fetched it.
+        """
+        by_id = {call.call_id: call for call in calls}
+        # A number is never used twice, whichever attempt used it.
+        self.next_call += sum(not ask.is_replay for ask in asks)
+        for ask in asks:
+            if ask.attempt == self.sample.attempt:
+                self._take_up(ask, by_id.get(ask.call_id))
+        self._replay = Replay.of(
+            call
+            for call in calls
+            if self.sample.redriven_after < call.attempt < self.sample.attempt and call.call_id not in self.steps
+        )
+        self.is_loaded = True
+
+    def _take_up(self, ask: Ask, call: Call | None) -> None:
+        parent = self._table.nodes.get(ask.parent) if ask.parent else None
+        if (ask.parent and parent is None) or (ask.is_replay and call is None):
+            raise RecordCorrupt(f"{ask.key} is about {ask.call_id} after {ask.parent}: one of them is not recorded")
+        messages = call.messages if call is not None else ask.messages
+        self._go_on(parent, messages)
+        last_hash = prefix_hashes(messages, parent.hash if parent else b"")[-1]
+        entry = self._entry(ask.call_id, ask.identity, last_hash, parent, messages, ask.request_digest)
+        self.steps[entry.call_id] = self._latest[entry.identity] = entry
+        if ask.idempotency_key is not None:
+            self._keyed[ask.idempotency_key] = entry
+        if call is not None:
+            self.deliver(entry, call)
+        elif ask.error is not None:
+            entry.error = failure_of(ask.error)
+
     def _restore(self, call: Call) -> None:
         parent = self._table.nodes.get(call.parent) if call.parent else None
         if call.parent and parent is None:
@@ -217,7 +266,7 @@ class Attempt:
             identity = request_identity(before, call.sampling)
             entry = self._entry(call.call_id, identity, before, parent, call.messages, call.request_digest)
             entry.answer = _answer(call, node.num_tokens)
-            self._latest[identity] = entry
+            self.steps[entry.call_id] = self._latest[identity] = entry
 
     def _node(self, call: Call, parent: Node | None, before: bytes) -> Node:
         node = Node(
@@ -260,6 +309,12 @@ class Attempt:
         for step in reversed(path):
             step.is_consumed = True
             self.consumed[step.call_id] = None
+
+
+def failure_of(error: dict[str, str]) -> GenerationFailed:
+    """The error that a call was answered with, as it is raised."""
+    code = error.get("code", "generation_failed")
+    return GenerationFailed(code, error.get("message", code))
 
 
 def _answer(call: Call, num_tokens: int) -> Answer:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from turnmill.conversation.attempts import failure_of
 from turnmill.conversation.history import check_call, checked_call
-from turnmill.errors import CallTimeout, GenerationFailed, RecordCorrupt, ShuttingDown
+from turnmill.errors import CallTimeout, RecordCorrupt, ShuttingDown
 from turnmill.ports import Leased, Message, RecordStore, WorkQueue
 from turnmill.records import Call, GenerateRequest, GenerateResponse, call_key, decode, encode
 
@@ -233,8 +234,7 @@ class Calls:
                 self.counts.num_unexpected += 1
             elif response.error is not None:
                 self.counts.num_failed += 1
-                error_code = response.error.get("code", "generation_failed")
-                waiting.fail(GenerationFailed(error_code, response.error.get("message", error_code)))
+                waiting.fail(failure_of(response.error))
             elif response.call is not None:
                 self.counts.num_told += 1
                 self._answer(waiting, key, response.call)

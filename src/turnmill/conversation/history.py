@@ -14,8 +14,9 @@ import msgspec
 from turnmill import __version__
 from turnmill.conversation.branches import in_order
 from turnmill.errors import RecordCorrupt
-from turnmill.ports import Message, RecordStore, Stored, Write
+from turnmill.ports import Message, RecordStore, Stored, WorkQueue, Write
 from turnmill.records import (
+    Ask,
     Call,
     DeadSample,
     InvalidReason,
@@ -24,6 +25,7 @@ from turnmill.records import (
     SampleRecord,
     SampleState,
     StopReason,
+    ask_prefix,
     call_prefix,
     decode,
     encode,
@@ -70,6 +72,26 @@ async def read_calls(records: RecordStore, run_id: str, purpose: Purpose, sample
         after = page[-1].key
 
 
+async def read_asks(records: RecordStore, run_id: str, purpose: Purpose, sample_id: str) -> list[Stored]:
+    """The log of a sample's asks, in its order."""
+    prefix, after = ask_prefix(run_id, purpose, sample_id), ""
+    found: list[Stored] = []
+    while True:
+        page = await records.scan(prefix, after=after, limit=PAGE_SIZE)
+        found += page
+        if len(page) < PAGE_SIZE:
+            return found
+        after = page[-1].key
+
+
+def checked_ask(stored: Stored) -> Ask:
+    """The ask in a record; raises `RecordCorrupt` if it is under a foreign key."""
+    ask = _decoded(stored, Ask)
+    if ask.key != stored.key:
+        raise RecordCorrupt(f"record {stored.key} holds the ask {ask.key}")
+    return ask
+
+
 async def write_calls(records: RecordStore, calls: Sequence[Call]) -> list[bool]:
     """Record sealed calls; False where another answer to that call was first (it stands, this one is discarded)."""
     return await records.write([Write(key=call.key, value=encode(call), expected=0) for call in calls])
@@ -112,6 +134,11 @@ def failed_by_infra(sample: SampleRecord, detail: str) -> SampleRecord:
     return replace(sample, state=SampleState.INVALID, reason=InvalidReason.INFRA, reward=None, detail=detail)
 
 
+def is_given_up(sample: SampleRecord) -> bool:
+    """A foreign trainer was, or is to be, told that no attempt at its sample was scored."""
+    return sample.wire_id is not None and sample.state is SampleState.INVALID
+
+
 def dead_sample(sample: SampleRecord) -> Write:
     """The dead letter about a sample that ended by `failed_by_infra`; the first one about it stands."""
     letter = DeadSample(
@@ -128,16 +155,35 @@ def dead_sample(sample: SampleRecord) -> Write:
 
 
 def ended_message(sample: SampleRecord) -> Message:
-    """The news that a sample ended; sent again it is swallowed, which is right: the record is the truth."""
+    """The news that a sample ended; sent again it is swallowed, which is right: the record is the truth.
+
+    A foreign trainer knows no sample without a reward: it is told the low end of the range, and the reason.
+    """
+    reward = sample.reward
+    if reward is None and sample.wire_id is not None:
+        reward = sample.request.rewards["range"][0]
     response = RolloutResponse(
-        sample_id=sample.sample_id,
+        sample_id=sample.wire_id or sample.sample_id,
         stop_reason=sample.stop_reason or sample.reason or StopReason.END_OF_CONVERSATION,
-        rewards={"aggregate_score": sample.reward},
+        rewards={"aggregate_score": reward},
         reason=sample.reason,
         run_id=sample.run_id,
         purpose=sample.purpose,
     )
     return Message(body=encode(response), group=sample.sample_id, dedup_id=f"{sample.key}#{sample.attempt}")
+
+
+async def tell_ended(records: RecordStore, responses: WorkQueue, samples: Sequence[SampleRecord]) -> None:
+    """Send the news that samples ended, except what a foreign trainer is known to have been told.
+
+    Whoever dies before it is known sends it again within seconds, which the queue's deduplication swallows.
+    """
+    untold = [sample for sample in samples if not sample.is_told]
+    if untold:
+        await responses.send([ended_message(sample) for sample in untold])
+    if foreign := [sample.key for sample in untold if sample.wire_id is not None]:
+        stored = [item for item in await records.get(foreign) if item is not None]
+        await write_samples(records, [(replace(checked_sample(item), is_told=True), item.version) for item in stored])
 
 
 async def write_samples(records: RecordStore, changes: Iterable[tuple[SampleRecord, int]]) -> list[bool]:

@@ -9,14 +9,14 @@ A message that comes back means that the worker before stopped its heartbeats.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from turnmill.config import Config
 from turnmill.conversation.attempts import Attempt
-from turnmill.conversation.history import checked_sample, dead_sample, ended_message, failed_by_infra
+from turnmill.conversation.history import checked_sample, dead_sample, failed_by_infra, is_given_up, tell_ended
 from turnmill.conversation.registry import (
     Registry,
     SecretKind,
@@ -31,6 +31,8 @@ from turnmill.ports import Leased, RunPorts, Stored, Write
 from turnmill.records import RolloutRequest, SampleRecord, SampleState, decode, encode, sample_key
 
 logger = logging.getLogger(__name__)
+# Told of each sample that was given up, once its dead letter is written; perhaps more than once.
+OnDead = Callable[[SampleRecord], Awaitable[None]]
 # How many c are reserved by one write of the sample record.
 CALL_RANGE = 64
 
@@ -76,12 +78,23 @@ class _Round:
 class Leases:
     """Leases from rollout_request on behalf of workers."""
 
-    def __init__(self, ports: RunPorts, config: Config, registry: Registry) -> None:
+    def __init__(
+        self,
+        ports: RunPorts,
+        config: Config,
+        registry: Registry,
+        *,
+        call_range: int = CALL_RANGE,
+        on_dead: OnDead | None = None,
+    ) -> None:
+        """`call_range`: call numbers that a lease reserves; 0 where each is taken by a record of its own."""
         self._records = ports.records
         self._requests = ports.rollout_request
         self._responses = ports.rollout_response
         self._config = config
         self._registry = registry
+        self._call_range = call_range
+        self._on_dead = on_dead
 
     async def take(self, max_rollouts: int, wait_s: float) -> list[Leased]:
         """Messages to be handed out; cancelled while waiting, nothing is used up but their lease time."""
@@ -99,18 +112,31 @@ class Leases:
             # One line: a worker that died had dozens.
             logger.warning("%d rollouts are played again: their leases ran out without a report", num_again)
         dead = [change for change in applied if change.lease is None]
-        if dead:
-            await self._records.write([dead_sample(change.sample) for change in dead])
         for change in dead:
             self._registry.retire(change.sample.key)
             logger.error("%s", change.sample.detail, extra={"at": change.sample.key})
+        # A foreign trainer's sample that has no score was given up; who ended it may have died before it could say so.
+        untold = [sample for sample in decided.ended if is_given_up(sample) and not sample.is_told]
+        await self._bury([*untold, *(change.sample for change in dead)])
         ended = [*decided.ended, *(change.sample for change in dead)]
         if ended:
-            await self._responses.send([ended_message(sample) for sample in ended])
+            await tell_ended(self._records, self._responses, ended)
         done = [*decided.done, *(change.receipt for change in dead)]
         if done:
             await self._requests.ack(done)
         return leases
+
+    async def give_up(self, sample: SampleRecord) -> None:
+        """Write the dead letter of a sample, and say so; done again, it says the same."""
+        logger.error("no attempt was scored: %s", sample.detail or sample.reason, extra={"at": sample.key})
+        await self._bury([sample])
+
+    async def _bury(self, samples: Sequence[SampleRecord]) -> None:
+        if samples:
+            await self._records.write([dead_sample(sample) for sample in samples])
+        if self._on_dead is not None:
+            for sample in samples:
+                await self._on_dead(sample)
 
     async def _write(self, changes: Sequence[_Change]) -> list[_Change]:
         """Write the samples; those that were changed since they were read (e.g. dropped) are looked at again later."""
@@ -222,7 +248,9 @@ class Leases:
             lease_token_hash=hash_secret(lease.lease_token),
             receipt=receipt,
             first_call=first_call,
-            call_bound=first_call + CALL_RANGE,
+            call_bound=first_call + self._call_range,
+            reason=None,
+            detail=None,
         )
         return leased, lease
 

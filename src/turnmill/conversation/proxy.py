@@ -1,9 +1,12 @@
-"""HTTP for workers and agents, over `Sessions`: a plain ASGI application and its server.
+"""HTTP for workers and agents, over the sessions of a run: a plain ASGI application.
 
     POST /v1/rollouts/lease | heartbeat      worker token        rollouts to play
-    POST /a/<chat secret>/v1/chat/completions                    OpenAI chat completions
+    POST /a/<chat secret>/v1/chat/completions                    OpenAI chat completions: the answer, or 202 and a step
+    GET  /a/<chat secret>/v1/chat/completions/<step>             the answer, or 202 once more
     POST /v1/rollouts/report                 report secret       the end of an attempt
     GET  /healthz
+
+The chat routes are there without `/a/<chat secret>` as well, with the secret as bearer token.
 
 The routes are dispatched by hand: a turn of a small model takes about a millisecond, of which a framework's routing,
 request and response objects would take a fifth. Secrets travel in paths and headers, so no access log is written.
@@ -11,18 +14,16 @@ request and response objects would take a fifth. Secrets travel in paths and hea
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, to_http, until_disconnect
-from turnmill.conversation.attempts import Answer
+from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
-from turnmill.conversation.requests import parse_object, parse_report
-from turnmill.conversation.serving import listening
-from turnmill.conversation.sessions import Sessions
+from turnmill.conversation.requests import DEFAULT_MODEL, parse_object, parse_report
+from turnmill.conversation.service import Service
 from turnmill.errors import (
     BackendUnavailable,
     InvalidRequest,
@@ -35,19 +36,26 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 MAX_ROLLOUTS = 4096
-_CHAT = re.compile(r"/a/([A-Za-z0-9_\-]{16,128})/v1/chat/completions")
+# The secret, and the step that is asked for.
+_CHAT = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/chat/completions(?:/(.+))?")
+_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 
 
-def create_app(sessions: Sessions) -> "App":
-    """The ASGI application for a run's sessions."""
-    return App(sessions)
+def create_app(sessions: Service, *, hold_s: float | None = None) -> "App":
+    """The ASGI application for a run's sessions.
+
+    `hold_s`: how long a client is kept waiting for the answer of a call before it is sent away with 202 to ask again;
+    it may wish for less. None: as long as it takes, except for clients that say how long they want to wait.
+    """
+    return App(sessions, hold_s)
 
 
 class App:
     """The routes."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Service, hold_s: float | None) -> None:
         self.sessions = sessions
+        self._hold_s = hold_s
         self._routes: dict[tuple[str, str], Callable[[Scope, Receive, bytes], Awaitable[bytes]]] = {
             ("POST", "/v1/rollouts/lease"): self._lease,
             ("POST", "/v1/rollouts/heartbeat"): self._heartbeat,
@@ -59,7 +67,7 @@ class App:
         if scope["type"] != "http":
             raise ValueError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
         try:
-            status, body = 200, await self._dispatch(scope, receive)
+            status, body = await self._dispatch(scope, receive)
         except HttpError as error:
             status, body = error.status, error.body()
         except TurnmillError as error:
@@ -73,32 +81,45 @@ class App:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _dispatch(self, scope: Scope, receive: Receive) -> bytes:
+    async def _dispatch(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         path, method = scope["path"], scope["method"]
         chat = _CHAT.fullmatch(path)
-        if chat is not None and method == "POST":
-            return await self._chat(scope, receive, chat[1])
+        if chat is not None and method == ("POST" if chat[2] is None else "GET"):
+            secret = chat[1] or bearer_of(scope)
+            return await (self._chat(scope, receive, secret) if chat[2] is None else self._step(scope, secret, chat[2]))
         route = self._routes.get((method, path))
         if route is None:
             known = chat is not None or any(path == known_path for _, known_path in self._routes)
             if known:
                 raise refusal(405, "method_not_allowed", f"{method} is not served here")
             raise refusal(404, "not_found", "no such route")
-        return await route(scope, receive, b"" if method == "GET" else await read_body(receive))
+        return 200, await route(scope, receive, b"" if method == "GET" else await read_body(receive))
 
     # ------------------------------------------------------------ routes
 
-    async def _chat(self, scope: Scope, receive: Receive, secret: str) -> bytes:
+    async def _chat(self, scope: Scope, receive: Receive, secret: str) -> tuple[int, bytes]:
         key: str | None = None
         is_retry = False
+        hold_s = self._hold_s
         for name, value in scope["headers"]:
             if name == b"idempotency-key":
                 key = value.decode("latin-1")
             elif name == b"x-stainless-retry-count":
                 is_retry = value.strip() not in (b"", b"0")
+            elif name == b"prefer":
+                hold_s = _hold(value, self._hold_s)
         request = self.sessions.parse(secret, await read_body(receive))
-        answer = await self.sessions.chat(secret, request, key=key or request.request_id, is_retry=is_retry)
+        key = key or request.request_id
+        answer = await self.sessions.chat(secret, request, key=key, is_retry=is_retry, hold_s=hold_s)
         return _completion(answer, request.model)
+
+    async def _step(self, scope: Scope, secret: str, step_id: str) -> tuple[int, bytes]:
+        hold_s = 0.0
+        for name, value in scope["headers"]:
+            if name == b"prefer":
+                hold_s = _hold(value, self._hold_s) or 0.0
+        answer = await self.sessions.step(secret, step_id, hold_s=min(hold_s, MAX_WAIT_S))
+        return _completion(answer, DEFAULT_MODEL)
 
     async def _lease(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
         self.sessions.check_worker(bearer_of(scope))
@@ -142,6 +163,19 @@ def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
+def _hold(preferences: bytes, most: float | None) -> float | None:
+    """How long to wait for an answer as a Prefer header (RFC 7240) wishes, where the server waits at most `most`.
+
+    `wait=N` waits so many seconds, `respond-async` without it not at all; others say nothing about it.
+    """
+    items = [item.strip().lower() for item in preferences.decode("latin-1").split(",")]
+    waits = [float(found[1]) for item in items if (found := _WAIT.fullmatch(item))]
+    if not waits and "respond-async" not in items:
+        return most
+    wished = waits[0] if waits else 0.0
+    return wished if most is None else min(wished, most)
+
+
 def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
     return {
         "request": lease.request,
@@ -154,35 +188,21 @@ def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
     }
 
 
-def _completion(answer: Answer, model: str) -> bytes:
+def _completion(answer: Answer | Pending, model: str) -> tuple[int, bytes]:
+    if isinstance(answer, Pending):
+        return 202, encode({"step_id": answer.step_id, "status": "pending"})
     choice = {"index": 0, "message": answer.reply, "finish_reason": answer.finish_reason, "logprobs": None}
     usage = {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": answer.num_sampled_tokens,
         "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
     }
-    return encode(
-        {
-            "id": answer.call_id,
-            "object": "chat.completion",
-            "created": int(answer.created_at),
-            "model": model,
-            "choices": [choice],
-            "usage": usage,
-        }
-    )
-
-
-# ---------------------------------------------------------------- server
-
-
-@asynccontextmanager
-async def serve(app: App, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
-    """Serve on the running loop; yields the port (chosen by the system for 0).
-
-    On leaving, calls and lease requests that wait are sent away with 503 before the server closes.
-    """
-    async with listening(app, host=host, port=port, name="proxy", stop=app.sessions.stop) as bound:
-        if not app.sessions.base_url:
-            app.sessions.base_url = f"http://{host}:{bound}"
-        yield bound
+    completion = {
+        "id": answer.call_id,
+        "object": "chat.completion",
+        "created": int(answer.created_at),
+        "model": model,
+        "choices": [choice],
+        "usage": usage,
+    }
+    return 200, encode(completion)

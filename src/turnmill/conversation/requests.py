@@ -19,6 +19,8 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 # Read elsewhere or without effect on what is sampled.
 PLAIN_KEYS = frozenset({"model", "messages", "request_id", "sample_id", "user", "metadata", "store"})
 MAX_TEXT = 4096
+# What an answer says that it is from where the client named none.
+DEFAULT_MODEL = "turnmill"
 # Requests of an attempt that are remembered: as many branches are gone on from without a full check.
 MAX_HEARD = 4
 
@@ -194,7 +196,7 @@ def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
         said=said,
         identity=request_identity(said.hashes[-1], sampling),
         sampling=sampling,
-        model=_text(raw, "model") or "turnmill",
+        model=_text(raw, "model") or DEFAULT_MODEL,
         request_id=_text(raw, "request_id"),
         sample_id=_text(raw, "sample_id"),
     )

@@ -14,71 +14,41 @@ restarted proxy finds it again.
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from turnmill.config import Config
-from turnmill.conversation.attempts import Answer, Attempt, Entry
+from turnmill.conversation.attempts import Answer, Attempt, Entry, Pending
 from turnmill.conversation.calls import Calls
 from turnmill.conversation.history import ended_message, write_samples
-from turnmill.conversation.leases import CALL_RANGE, Lease, Leases
+from turnmill.conversation.leases import CALL_RANGE, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.requests import ChatRequest, Report, parse_chat
-from turnmill.errors import (
-    BackendUnavailable,
-    Conflict,
-    GenerationFailed,
-    InvalidRequest,
-    LeaseLost,
-    ShuttingDown,
-    Unauthorized,
-)
-from turnmill.ports import Leased, RunPorts, Write
-from turnmill.records import Call, Run, SampleRecord, SampleState, Sampling, StopReason, WorkerStatus, encode
+from turnmill.conversation.service import Service, check_same, check_sample_id, reported
+from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost, NotFound
+from turnmill.ports import RunPorts
+from turnmill.records import Call, Run, RunKind, SampleRecord, SampleState, Sampling
 
 logger = logging.getLogger(__name__)
-# Returns when the client has gone away.
-Gone = Callable[[], Awaitable[None]]
 
 
-@dataclass(kw_only=True)
-class SessionCounts:
-    """What happened so far."""
-
-    num_chats: int = 0
-    # Chats that repeated an earlier one as a transport retry.
-    num_retries: int = 0
-    # Chats answered from an earlier attempt's records.
-    num_replayed: int = 0
-    # Chats that continue no call of their attempt, or hold assistant text that none made.
-    num_forks: int = 0
-    num_reports: int = 0
-
-
-class Sessions:
-    """The conversations of one run: `async with Sessions(...)` serves them until it is left.
-
-    `base_url` is where workers reach the chat route; set it before the first lease.
-    """
+class Sessions(Service):
+    """One process serves the run: `async with Sessions(...)` does until it is left."""
 
     def __init__(self, ports: RunPorts, *, run: Run, config: Config) -> None:
-        self.base_url = ""
-        self.counts = SessionCounts()
-        self.sampling = Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+        if run.kind is RunKind.EXTERNAL:
+            raise InvalidInput(
+                f"run {run.run_id} has a foreign trainer: its conversations are served by SharedSessions"
+            )
         self.calls = Calls(
             ports.records, ports.generate_request, ports.generate_response, timeout_s=config.call_timeout_s
         )
-        self._ports = ports
-        self._run = run
         self._registry = Registry(ports.records, run.run_id)
-        self._leases = Leases(ports, config, self._registry)
-        self._workers: set[str] = set()
-        self._stopping = asyncio.Event()
+        super().__init__(ports, run, config, Leases(ports, config, self._registry))
         self._tasks: list[asyncio.Task[None]] = []
-        # What nobody can be served any more for.
-        self._failure: BackendUnavailable | None = None
+        # Calls of clients that may come back for the answer.
+        self._held: set[asyncio.Task[Answer]] = set()
 
     @property
     def num_attempts(self) -> int:
@@ -98,29 +68,21 @@ class Sessions:
         self.stop()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._held, return_exceptions=True)
         await self.calls.close()
 
     def stop(self) -> None:
-        """Send away everybody who waits: calls fail with `ShuttingDown`, lease requests come back empty. Idempotent."""
-        self._stopping.set()
+        """See `Service.stop`."""
+        super().stop()
         self.calls.stop()
 
     @property
     def is_healthy(self) -> bool:
-        return not self._stopping.is_set() and not any(task.done() for task in self._tasks)
-
-    def fail(self, error: BackendUnavailable) -> None:
-        """Stop serving: the backend has made its own retries, and workers that try again would wait without end."""
-        if self._failure is None and not self._stopping.is_set():
-            logger.critical("no conversation can go on: %s", error)
-            self._failure = error
-            self.stop()
+        return super().is_healthy and not any(task.done() for task in self._tasks)
 
     def check(self) -> None:
-        """Raise what ended a background task or the serving, for a supervisor: nobody is answered any more."""
-        if self._failure is not None:
-            raise self._failure
+        """See `Service.check`; raises what ended a background task, too."""
+        super().check()
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -131,59 +93,24 @@ class Sessions:
             logger.critical("%s ended: %r", task.get_name(), task.exception())
             self.stop()
 
-    # ------------------------------------------------------------ workers
-
-    def check_worker(self, token: str) -> None:
-        """Raises `Unauthorized` unless it is the run's worker token."""
-        if not same_hash(self._run.worker_token_hash, hash_secret(token)):
-            raise Unauthorized("unknown worker token")
-
-    async def lease(self, worker: str, max_rollouts: int, wait_s: float, *, gone: Gone | None = None) -> list[Lease]:
-        """Up to `max_rollouts` attempts for a worker; waits up to `wait_s` for the first one.
-
-        `gone` ends the wait early when the worker has gone away, so that no attempt is given to nobody.
-        """
-        if worker not in self._workers:
-            status = WorkerStatus(run_id=self._run.run_id, worker=worker, since=time.time())
-            await self._ports.records.write([Write(key=status.key, value=encode(status), expected=None)])
-            self._workers.add(worker)
-        messages = await self._take(max_rollouts, wait_s, gone)
-        return await self._leases.hand_out(messages) if messages else []
-
-    async def _take(self, max_rollouts: int, wait_s: float, gone: Gone | None) -> Sequence[Leased]:
-        if self._stopping.is_set():
-            raise ShuttingDown("the proxy is closing")
-        take = asyncio.create_task(self._leases.take(max_rollouts, wait_s), name="sessions-take")
-        enders: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait())]
-        if gone is not None:
-            enders.append(asyncio.ensure_future(gone()))
-        try:
-            await asyncio.wait([take, *enders], return_when=asyncio.FIRST_COMPLETED)
-            return take.result() if take.done() and not any(ender.done() for ender in enders) else ()
-        finally:
-            for task in (take, *enders):
-                task.cancel()
-            await asyncio.gather(take, *enders, return_exceptions=True)
-
-    async def heartbeat(self, tokens: Sequence[str]) -> list[str]:
-        """Renew leases by their tokens; returns the tokens whose attempt is over."""
-        return await self._leases.renew(tokens)
-
     # ------------------------------------------------------------ chat
 
     def parse(self, secret: str, body: bytes) -> ChatRequest:
-        """A chat body as the attempt of this secret may send it; raises `InvalidRequest` naming the key."""
+        """See `Service.parse`."""
         return parse_chat(body, self.sampling, self._registry.heard(secret))
 
     async def chat(
-        self, secret: str, request: ChatRequest, *, key: str | None = None, is_retry: bool = False
-    ) -> Answer:
-        """Answer one chat request: a transport retry with the same call, any other with a call of its own.
-
-        Raises `Unauthorized`, `LeaseLost`, `InvalidRequest`, `GenerationFailed`, `CallTimeout`, `ShuttingDown`.
-        """
+        self,
+        secret: str,
+        request: ChatRequest,
+        *,
+        key: str | None = None,
+        is_retry: bool = False,
+        hold_s: float | None = None,
+    ) -> Answer | Pending:
+        """See `Service.chat`."""
         attempt = await self._registry.attempt_of(secret)
-        self._check_sample_id(attempt.sample, request.sample_id)
+        check_sample_id(attempt.sample, request.sample_id)
         while attempt.is_current and attempt.next_call >= attempt.call_bound:
             await self._reserve(attempt)
         # No await until the entry is known to `attempt`: two tries of one request must meet there.
@@ -193,6 +120,8 @@ class Sessions:
         entry = attempt.retry_of(request, key, is_retry)
         if entry is not None:
             self.counts.num_retries += 1
+            if hold_s is not None:
+                return await self._within(hold_s, attempt, entry, self._answer_again(attempt, entry))
             return await self._answer_again(attempt, entry)
         num_forks = attempt.num_forks
         entry, recorded = attempt.begin(request, key)
@@ -204,8 +133,46 @@ class Sessions:
         if recorded is not None:
             self.counts.num_replayed += 1
             return attempt.deliver(entry, recorded)
+        asking = self._ask(attempt, entry, request.sampling)
+        return await asking if hold_s is None else await self._within(hold_s, attempt, entry, asking)
+
+    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> Answer | Pending:
+        """See `Service.step`. After a restart of this process, a step that had no answer yet is not known any more."""
+        attempt = await self._registry.attempt_of(secret)
+        entry = attempt.steps.get(step_id)
+        if entry is None:
+            raise NotFound(f"the attempt has no step {step_id}")
+        return await self._within(hold_s, attempt, entry, self._answer_again(attempt, entry))
+
+    async def _within(
+        self, hold_s: float, attempt: Attempt, entry: Entry, asking: Coroutine[Any, Any, Answer]
+    ) -> Answer | Pending:
+        """The answer if it is there after `hold_s`; whatever becomes of the client, `asking` goes on to its end."""
+        attempt.steps[entry.call_id] = entry
+        if entry.asking is None:
+            entry.asking = asyncio.create_task(asking, name="sessions-held")
+            self._held.add(entry.asking)
+            entry.asking.add_done_callback(self._let_go)
+        else:
+            asking.close()
+        held = entry.asking
+        # An answer that is there already needs a turn of the loop.
+        done, _ = await asyncio.wait([held], timeout=max(hold_s, 0.001))
+        if not done:
+            return Pending(step_id=entry.call_id)
+        if entry.asking is held:
+            entry.asking = None
+        return held.result()
+
+    def _let_go(self, held: "asyncio.Task[Answer]") -> None:
+        self._held.discard(held)
+        if not held.cancelled():
+            # Told to whoever asks next; an error that nobody asks for is no unhandled one.
+            held.exception()
+
+    async def _ask(self, attempt: Attempt, entry: Entry, sampling: Sampling) -> Answer:
         try:
-            call = await self.calls.ask(attempt.generate_request(entry, request.sampling))
+            call = await self.calls.ask(attempt.generate_request(entry, sampling))
         except GenerationFailed as error:
             entry.error = error
             raise
@@ -223,13 +190,6 @@ class Sessions:
         if not attempt.is_current:
             raise LeaseLost(f"the attempt ended before its call {entry.call_id} was answered")
         return attempt.deliver(entry, call)
-
-    @staticmethod
-    def _check_sample_id(sample: SampleRecord, sample_id: str | None) -> None:
-        if sample_id is not None and sample_id != sample.sample_id:
-            raise InvalidRequest(
-                f"this secret belongs to sample {sample.sample_id}, not {sample_id}", param="sample_id"
-            )
 
     async def _reserve(self, attempt: Attempt) -> None:
         """Reserve more call numbers in the sample record."""
@@ -249,24 +209,20 @@ class Sessions:
     # ------------------------------------------------------------ report
 
     async def report(self, secret: str, report: Report) -> None:
-        """End the sample with a worker's report; saying the same once more is no error.
-
-        Raises `Unauthorized`, `LeaseLost` (not the current attempt), `Conflict` (reported otherwise before),
-        `InvalidRequest`.
-        """
+        """See `Service.report`."""
         secret_hash = hash_secret(secret)
         key = await self._registry.sample_key(secret, SecretKind.REPORT)
         while True:
             sample, version = await self._latest(key, name_in(secret))
-            self._check_sample_id(sample, report.sample_id)
+            check_sample_id(sample, report.sample_id)
             report.check_range(sample.request.rewards)
             if not same_hash(sample.report_secret_hash, secret_hash):
                 raise LeaseLost(f"the attempt is over; sample {sample.sample_id} was leased again")
             if sample.state is not SampleState.LEASED:
-                self._check_same(sample, report)
+                check_same(sample, report)
                 break
             attempt = await self._registry.restore(sample, name_in(secret))
-            ended = self._reported(sample, report, tuple(attempt.consumed))
+            ended = reported(sample, report, tuple(attempt.consumed))
             (ok,) = await write_samples(self._ports.records, [(ended, version)])
             if ok:
                 sample = ended
@@ -286,24 +242,3 @@ class Sessions:
             return await self._registry.read_sample(key)
         version, attempt.version = attempt.version, None
         return attempt.sample, version
-
-    @staticmethod
-    def _reported(sample: SampleRecord, report: Report, calls: tuple[str, ...]) -> SampleRecord:
-        ended = replace(
-            sample,
-            state=SampleState.REPORTED if report.score is not None else SampleState.INVALID,
-            reward=report.score,
-            metrics=report.metrics,
-            stop_reason=report.stop_reason or (StopReason.END_OF_CONVERSATION if report.reason is None else None),
-            calls=calls,
-            reason=report.reason,
-            detail=report.detail,
-        )
-        return replace(ended, report_digest=ended.expected_report_digest())
-
-    @staticmethod
-    def _check_same(sample: SampleRecord, report: Report) -> None:
-        if sample.report_digest is None:
-            raise LeaseLost(f"the attempt is over; sample {sample.sample_id} is {sample.state}")
-        if (sample.reward, sample.reason, sample.metrics) != (report.score, report.reason, report.metrics):
-            raise Conflict(f"sample {sample.sample_id} was reported otherwise before")

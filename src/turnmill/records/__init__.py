@@ -19,7 +19,7 @@ from turnmill.records.alerts import (
     told,
 )
 from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
-from turnmill.records.calls import Call, GenerateRequest, GenerateResponse, Sampling
+from turnmill.records.calls import Ask, Call, GenerateRequest, GenerateResponse, Sampling
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
     ALERT_PREFIX,
@@ -31,6 +31,8 @@ from turnmill.records.keys import (
     RUN_RECORD_KINDS,
     TRIGGER_DEAD_LETTER_PREFIX,
     alert_key,
+    ask_key,
+    ask_prefix,
     baseline_key,
     batch_prefix,
     call_key,
@@ -43,6 +45,7 @@ from turnmill.records.keys import (
     latest_model_key,
     metric_key,
     metric_prefix,
+    occurrence_key,
     queued_key,
     redriven_key,
     redriven_prefix,
@@ -77,6 +80,7 @@ from turnmill.records.preflight import Check, PreflightReport, PreflightRequest
 from turnmill.records.rollouts import (
     REWARD_RANGE,
     DeadSample,
+    Occurrence,
     Reply,
     RolloutRequest,
     RolloutResponse,
@@ -111,6 +115,7 @@ __all__ = [
     "TRIGGER_DEAD_LETTER_PREFIX",
     "Alert",
     "AlertKind",
+    "Ask",
     "Baseline",
     "BaselineVerdict",
     "Batch",
@@ -134,6 +139,7 @@ __all__ = [
     "LatestModel",
     "Metric",
     "ModelFile",
+    "Occurrence",
     "PreflightReport",
     "PreflightRequest",
     "Progress",
@@ -166,6 +172,8 @@ __all__ = [
     "WeightVersion",
     "WorkerStatus",
     "alert_key",
+    "ask_key",
+    "ask_prefix",
     "baseline_key",
     "batch_prefix",
     "call_key",
@@ -184,6 +192,7 @@ __all__ = [
     "latest_model_key",
     "metric_key",
     "metric_prefix",
+    "occurrence_key",
     "queued_key",
     "redriven_key",
     "redriven_prefix",

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
-from turnmill.records.keys import call_key
+from turnmill.records.keys import ask_key, call_key
 from turnmill.records.outcomes import FinishReason, Purpose
 
 # How the stored forms end, and how one is put into the other.
@@ -52,6 +52,52 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_digest: str = ""
     # Most tokens of the conversation, prompt included.
     max_length: int = 0
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One chat request and the call that answers it: an entry in the log of all that a sample's attempts asked.
+
+    The log is kept where several proxies serve a run: an entry is decided on all entries before it, and appended under
+    the next index or not at all. After that only `epoch` and `sent_at` (sent once more) and `error` change.
+    """
+
+    run_id: str
+    purpose: Purpose
+    sample_id: str
+    # Its place in the sample's log, from 0.
+    index: int
+    # Attempt that asked.
+    attempt: int
+    call_id: str
+    # The name of the call in generate_request and generate_response: its id, unless the trainer is a foreign one.
+    step_id: str
+    # The call is one that an earlier attempt had recorded: nothing is generated.
+    is_replay: bool
+    parent: str | None
+    # As in the generate request: only those after the parent's reply. Empty for a replay.
+    messages: list[dict[str, Any]]
+    sampling: Sampling
+    request_digest: str
+    # Of the whole request: what a transport retry repeats.
+    identity: str
+    # Idempotency-Key or request id.
+    idempotency_key: str | None
+    # Random: tells two equal requests that want the same index apart.
+    nonce: str
+    created_at: float
+    epoch: int = 0
+    # When the generate request was last sent, or was about to be.
+    sent_at: float = 0.0
+    # {"code": ..., "message": ...}: nothing was generated. A call that is recorded in spite of it is the answer.
+    error: dict[str, str] | None = None
+
+    @property
+    def key(self) -> str:
+        return ask_key(self.run_id, self.purpose, self.sample_id, self.index)
+
+    @property
+    def call_key(self) -> str:
+        return call_key(self.run_id, self.purpose, self.sample_id, self.call_id)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from turnmill.records.outcomes import Purpose
 
-# Segments of the partition, by kind; one for all others. Calls are most of what a run writes, so that each sample's are
-# a partition: no place that keeps a partition serves more than a few conversations.
-PARTITION_SEGMENTS: Mapping[str, int] = {"calls": 3}
+# Segments of the partition, by kind; one for all others. Calls and asks are most of what a run writes, so that each
+# sample's are a partition: no place that keeps a partition serves more than a few conversations.
+PARTITION_SEGMENTS: Mapping[str, int] = {"asks": 3, "calls": 3}
 
 
 def segment(text: str) -> str:
@@ -17,9 +17,11 @@ def segment(text: str) -> str:
 RUN_PREFIX = "runs/all/"
 # First segments of the keys of a run's own records.
 RUN_RECORD_KINDS = (
+    "asks",
     "batches",
     "calls",
     "dead_letters",
+    "occurrences",
     "redriven",
     "replicas",
     "samples",
@@ -64,6 +66,20 @@ def call_prefix(run_id: str, purpose: Purpose, sample_id: str) -> str:
 
 def call_key(run_id: str, purpose: Purpose, sample_id: str, call_id: str) -> str:
     return f"{call_prefix(run_id, purpose, sample_id)}{segment(call_id)}"
+
+
+def ask_prefix(run_id: str, purpose: Purpose, sample_id: str) -> str:
+    """Below it the log of a sample's asks lies in its order."""
+    return f"asks/{run_id}/{purpose}/{segment(sample_id)}/"
+
+
+def ask_key(run_id: str, purpose: Purpose, sample_id: str, index: int) -> str:
+    return f"{ask_prefix(run_id, purpose, sample_id)}{index:08d}"
+
+
+def occurrence_key(run_id: str, wire_id: str) -> str:
+    """Points from the id by which a foreign trainer knows a sample to the sample that is or was played under it."""
+    return f"occurrences/{run_id}/{segment(wire_id)}"
 
 
 def secret_key(run_id: str, name: str) -> str:

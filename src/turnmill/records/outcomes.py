@@ -136,6 +136,8 @@ class RunKind(StrEnum):
 
     TRAIN = "train"
     EVAL = "eval"
+    # None: a foreign trainer has rollouts played and generates the answers itself.
+    EXTERNAL = "external"
 
 
 class FinishReason(StrEnum):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnmill.records.codec import PROTOCOL_VERSION, digest_of, encode
-from turnmill.records.keys import dead_letter_key, sample_key
+from turnmill.records.keys import dead_letter_key, occurrence_key, sample_key
 from turnmill.records.outcomes import DropReason, FinishReason, InvalidReason, Purpose, SampleState, StopReason
 
 # What a reward may be, both ends included, unless a request says otherwise.
@@ -100,6 +100,9 @@ class SampleRecord:
     created_at: float
     # What the worker is given.
     request: RolloutRequest
+    # The id by which a foreign trainer knows it; several samples may have the same, one after the other. None: the
+    # trainer is ours.
+    wire_id: str | None = None
     # Unix seconds, for people: about then, when no other sample ends any more, the scheduler ends the sample as
     # INVALID(infra), by a clock that nobody sets; it covers all attempts.
     deadline: float
@@ -114,20 +117,25 @@ class SampleRecord:
     lease_token_hash: str | None = None
     # Opaque receipt of the leased queue message.
     receipt: str | None = None
-    # The c of the attempt's first own call; earlier attempts never reuse it.
+    # The c of the attempt's first own call; earlier attempts never reuse it. Where the log of a sample's asks is kept,
+    # that of the sample's first call.
     first_call: int = 0
-    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none).
+    # Every c handed out so far is below it (reserved in ranges, so that a restarted proxy reuses none), but for those
+    # in the log of asks, which counts on from here.
     call_bound: int = 0
-    # None until REPORTED, and None for INVALID.
+    # None until REPORTED, and None for INVALID (a foreign trainer is told the low end of the range then).
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
     # Call ids that the reporting attempt consumed, own or replayed, in order of first use.
     calls: tuple[str, ...] = ()
+    # Why it has no reward; REQUESTED: why the attempt before had none.
     reason: InvalidReason | None = None
     # Text for people: what went wrong.
     detail: str | None = None
     drop_reason: DropReason | None = None
+    # A foreign trainer was told how it ended. It takes what it is told twice for two, so that it is not told again.
+    is_told: bool = False
     # Optimizer step that it is batched in.
     step: int | None = None
     # Digest over identity, attempt, reward, metrics and calls, written with REPORTED.
@@ -148,6 +156,22 @@ class SampleRecord:
             self.key.encode(),
             encode([self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occurrence:
+    """Which sample is, or was last, played under the id of a foreign trainer; the sample record says how it stands."""
+
+    run_id: str
+    wire_id: str
+    # From 0: how many there were before.
+    index: int
+    # What the trainer asked for, under the id of the sample.
+    request: RolloutRequest
+
+    @property
+    def key(self) -> str:
+        return occurrence_key(self.run_id, self.wire_id)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,20 +4,26 @@ import asyncio
 import hashlib
 import io
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config
 from turnmill.conversation.history import checked_call, checked_sample, write_calls
-from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.hosting import serve
+from turnmill.conversation.proxy import create_app
+from turnmill.conversation.responses import record_message
+from turnmill.conversation.service import Service, SessionCounts
 from turnmill.conversation.sessions import Sessions
+from turnmill.conversation.shared import SharedSessions
 from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (
     Call,
@@ -28,6 +34,7 @@ from turnmill.records import (
     RolloutRequest,
     RolloutResponse,
     Run,
+    RunKind,
     RunStatus,
     SampleRecord,
     SampleState,
@@ -144,17 +151,54 @@ class HttpAnswer:
         return code
 
 
+class Form(StrEnum):
+    """How a run is served."""
+
+    # By one process, which remembers.
+    LONE = "lone"
+    # By two at once that share nothing but the records; requests go to the one and the other by turns.
+    SHARED = "shared"
+
+
 @dataclass
 class World:
-    """One run with its proxy."""
+    """One run with its proxy, or its two."""
 
     root: Path
     ports: RunPorts
     config: Config
-    sessions: Sessions
-    url: str
+    form: Form
+    services: Sequence[Service]
+    urls: Sequence[str]
     replica: ScriptedReplica
     http: aiohttp.ClientSession
+
+    run: Run
+    # Samples that were given up, as `on_dead` was told.
+    dead: list[SampleRecord] = field(default_factory=list)
+    num_posts: int = 0
+
+    @property
+    def is_lone(self) -> bool:
+        """One process serves it, which remembers."""
+        return self.form is Form.LONE
+
+    @property
+    def sessions(self) -> Sessions:
+        """The process that remembers."""
+        (service,) = self.services
+        assert isinstance(service, Sessions)
+        return service
+
+    @property
+    def counts(self) -> SessionCounts:
+        """Of all proxies."""
+        names = vars(SessionCounts())
+        return SessionCounts(**{name: sum(getattr(one.counts, name) for one in self.services) for name in names})
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
 
     async def add_sample(self, sample_id: str = "task_0", *, purpose: Purpose = Purpose.TRAIN) -> SampleRecord:
         """A requested sample, as the scheduler makes it."""
@@ -199,9 +243,23 @@ class World:
             headers["Authorization"] = f"Bearer {token}"
         # A stream: aiohttp warns about long bytes.
         data = io.BytesIO(body if isinstance(body, bytes) else encode(body))
-        url = path if path.startswith("http") else self.url + path
-        async with self.http.post(url, data=data, headers=headers) as response:
+        async with self.http.post(self._next(path), data=data, headers=headers) as response:
             return HttpAnswer(status=response.status, body=await response.json(content_type=None))
+
+    async def get(self, path: str, *, token: str | None = None, **headers: str) -> HttpAnswer:
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        # As it is written, with what is escaped in it.
+        async with self.http.get(URL(self._next(path), encoded=True), headers=headers) as response:
+            return HttpAnswer(status=response.status, body=await response.json(content_type=None))
+
+    def _next(self, path: str) -> str:
+        """A path at the next proxy, or a URL, at the next one where it is one of theirs."""
+        base = next((url for url in self.urls if path.startswith(url)), "")
+        if path.startswith("http") and not base:
+            return path
+        self.num_posts += 1
+        return self.urls[self.num_posts % len(self.urls)] + path.removeprefix(base)
 
     async def lease(self, *, max_rollouts: int = 8, wait_s: float = 5.0, token: str = WORKER_TOKEN) -> HttpAnswer:
         body = {"worker": "worker-0", "max_rollouts": max_rollouts, "wait_s": wait_s}
@@ -253,59 +311,154 @@ class World:
     @asynccontextmanager
     async def restarted(self) -> AsyncIterator["World"]:
         """The same run served by a fresh proxy, beside the first one, which is left alone."""
-        async with _proxy(self.ports, self.config) as (sessions, url):
+        async with _proxy(self.ports, self.config, self.form) as (service, url):
             # The attempt's own paths, at the new address.
-            yield replace(self, sessions=sessions, url=url)
+            yield replace(self, services=(service,), urls=(url,))
 
     def here(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """A rollout whose base_url points to this proxy."""
         return {**rollout, "base_url": self.url + rollout["base_url"][rollout["base_url"].index("/a/") :]}
 
 
-@asynccontextmanager
-async def _proxy(ports: RunPorts, config: Config) -> AsyncIterator[tuple[Sessions, str]]:
-    run = Run(
-        run_id=RUN_ID,
-        cause="test",
-        status=RunStatus.ACTIVE,
-        created_at=0.0,
-        config={},
-        sources={},
-        data_path="",
-        worker_token_hash=hashlib.sha256(WORKER_TOKEN.encode()).hexdigest(),
-    )
-    sessions = Sessions(ports, run=run, config=config)
-    async with sessions, serve(create_app(sessions)) as port:
-        yield sessions, f"http://127.0.0.1:{port}"
+RUN = Run(
+    run_id=RUN_ID,
+    cause="test",
+    status=RunStatus.ACTIVE,
+    created_at=0.0,
+    config={},
+    sources={},
+    data_path="",
+    worker_token_hash=hashlib.sha256(WORKER_TOKEN.encode()).hexdigest(),
+)
 
 
 @asynccontextmanager
-async def open_world(root: Path, config: Config = CONFIG) -> AsyncIterator[World]:
+async def _proxy(
+    ports: RunPorts, config: Config, form: Form, run: Run = RUN, dead: list[SampleRecord] | None = None
+) -> AsyncIterator[tuple[Service, str]]:
+    async def on_dead(sample: SampleRecord) -> None:
+        if dead is not None:
+            dead.append(sample)
+
+    if form is Form.LONE:
+        async with Sessions(ports, run=run, config=config) as sessions, serve(create_app(sessions)) as port:
+            yield sessions, f"http://127.0.0.1:{port}"
+    else:
+        shared = SharedSessions(ports, run=run, config=config, on_dead=on_dead)
+        async with serve(create_app(shared)) as port:
+            yield shared, f"http://127.0.0.1:{port}"
+
+
+async def _record_responses(ports: RunPorts, run: Run) -> None:
+    """What a function that is called with the messages of generate_response does."""
+    while True:
+        messages = await ports.generate_response.lease(max_messages=64, lease_s=30, wait_s=5)
+        for message in messages:
+            await record_message(ports, run, message.body)
+        await ports.generate_response.ack([message.receipt for message in messages])
+
+
+@asynccontextmanager
+async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE) -> AsyncIterator[World]:
     ports = open_run(root, RUN_ID, num_replicas=1)
     try:
-        async with _proxy(ports, config) as (sessions, url), aiohttp.ClientSession() as http:
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            num_proxies = 1 if form is Form.LONE else 2
+            proxies = [await stack.enter_async_context(_proxy(ports, config, form)) for _ in range(num_proxies)]
             replica = ScriptedReplica(ports)
-            running = asyncio.create_task(replica.run())
-            yield World(root=root, ports=ports, config=config, sessions=sessions, url=url, replica=replica, http=http)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            running = [asyncio.create_task(replica.run())]
+            if form is Form.SHARED:
+                running.append(asyncio.create_task(_record_responses(ports, RUN)))
+            services, urls = zip(*proxies, strict=True)
+            yield World(
+                root=root,
+                ports=ports,
+                config=config,
+                form=form,
+                services=services,
+                urls=urls,
+                replica=replica,
+                http=http,
+                run=RUN,
+            )
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
     finally:
         ports.close()
+
+
+@asynccontextmanager
+async def open_external_world(
+    root: Path, over: Callable[[RunPorts], RunPorts] | None = None, config: Config = CONFIG
+) -> AsyncIterator[World]:
+    """A run with a foreign trainer, served by two proxies; whoever generates is the test's own.
+
+    `over` puts other ports in the place of the embedded ones.
+    """
+    embedded = open_run(root, RUN_ID, num_replicas=1)
+    ports = embedded if over is None else over(embedded)
+    run = replace(RUN, kind=RunKind.EXTERNAL)
+    dead: list[SampleRecord] = []
+    try:
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            proxies = [await stack.enter_async_context(_proxy(ports, config, Form.SHARED, run, dead)) for _ in range(2)]
+            services, urls = zip(*proxies, strict=True)
+            yield World(
+                root=root,
+                ports=ports,
+                config=config,
+                form=Form.SHARED,
+                services=services,
+                urls=urls,
+                replica=ScriptedReplica(ports),
+                http=http,
+                run=run,
+                dead=dead,
+            )
+    finally:
+        embedded.close()
 
 
 WorldOf = Callable[..., AbstractAsyncContextManager[World]]
 
 
+@pytest.fixture(params=list(Form))
+async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A run with lasting leases, in both forms of the proxy."""
+    async with open_world(tmp_path, form=request.param) as opened:
+        yield opened
+
+
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    """A run with lasting leases."""
+async def lone_world(tmp_path: Path) -> AsyncIterator[World]:
+    """A run with lasting leases, served by one process."""
     async with open_world(tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-def world_of(tmp_path: Path) -> WorldOf:
-    """A run with parameters of the test's own."""
+async def shared_world(tmp_path: Path) -> AsyncIterator[World]:
+    """A run with lasting leases, served by two processes that share its records."""
+    async with open_world(tmp_path, form=Form.SHARED) as opened:
+        yield opened
+
+
+@pytest.fixture(params=list(Form))
+def world_of(tmp_path: Path, request: pytest.FixtureRequest) -> WorldOf:
+    """A run with parameters of the test's own, in both forms of the proxy."""
+
+    def opened(**changes: Any) -> AbstractAsyncContextManager[World]:
+        return open_world(tmp_path, replace(CONFIG, **changes), request.param)
+
+    return opened
+
+
+@pytest.fixture
+def lone_world_of(tmp_path: Path) -> WorldOf:
+    """A run with parameters of the test's own, served by one process."""
 
     def opened(**changes: Any) -> AbstractAsyncContextManager[World]:
         return open_world(tmp_path, replace(CONFIG, **changes))

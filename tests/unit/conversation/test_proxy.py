@@ -34,7 +34,7 @@ async def test_a_sample_is_leased_played_and_reported(world: "World") -> None:
     rollout = await world.begin()
     assert rollout["attempt"] == 1
     assert rollout["request"]["data"] == {"prompt": [USER]}
-    assert rollout["base_url"].startswith(f"{world.url}/a/")
+    assert rollout["base_url"].startswith(tuple(f"{url}/a/" for url in world.urls))
     first = await world.chat(rollout, "Guess.")
     second = await world.chat(rollout, "Guess.", first.body["choices"][0]["message"], "Again.")
     assert (await world.report(rollout, 0.5)).body == {"status": "recorded"}
@@ -76,7 +76,7 @@ async def test_a_continuation_sends_only_the_new_messages(world: "World") -> Non
     assert (start.parent, [message["content"] for message in start.messages]) == (None, ["Play.", "Guess."])
     assert (continuation.parent, continuation.messages) == ("task_0_0", [{"role": "user", "content": "Again."}])
     assert continuation.max_length == world.config.max_length
-    assert world.sessions.counts.num_forks == 0
+    assert world.counts.num_forks == 0
 
 
 async def test_an_empty_lease_comes_back_after_the_wait(world: "World") -> None:
@@ -105,16 +105,16 @@ async def test_samples_of_equal_ids_and_different_purposes_do_not_meet(world: "W
     assert (await world.sample(purpose=Purpose.EVAL)).reward == 1.0
 
 
-async def test_memory_holds_open_attempts_only(world: "World") -> None:
+async def test_memory_holds_open_attempts_only(lone_world: "World") -> None:
     for index in range(20):
-        await world.add_sample(f"task_{index}")
+        await lone_world.add_sample(f"task_{index}")
     rollouts: list[dict[str, Any]] = []
     while len(rollouts) < 20:
-        rollouts += (await world.lease()).body["rollouts"]
-    assert world.sessions.num_attempts == 20
-    await asyncio.gather(*(world.chat(rollout, "Guess.") for rollout in rollouts))
-    await asyncio.gather(*(world.report(rollout) for rollout in rollouts))
-    assert world.sessions.num_attempts == 0
+        rollouts += (await lone_world.lease()).body["rollouts"]
+    assert lone_world.sessions.num_attempts == 20
+    await asyncio.gather(*(lone_world.chat(rollout, "Guess.") for rollout in rollouts))
+    await asyncio.gather(*(lone_world.report(rollout) for rollout in rollouts))
+    assert lone_world.sessions.num_attempts == 0
 
 
 # ---------------------------------------------------------------- secrets
@@ -232,7 +232,7 @@ async def test_a_dropped_sample_of_a_dead_worker_is_forgotten(world: "World") ->
     await world.alter(state=SampleState.DROPPED, drop_reason=DropReason.CANCELLED)
     await world.lose_lease()
     assert (await world.lease(wait_s=0)).body == {"rollouts": []}
-    assert world.sessions.num_attempts == 0
+    assert not world.is_lone or world.sessions.num_attempts == 0
     assert (await world.ports.rollout_request.counts()).in_flight == 0
 
 
@@ -308,43 +308,43 @@ async def test_who_waits_when_the_proxy_closes_gets_503(world: "World") -> None:
     assert (await lease).body == {"rollouts": []}
 
 
-async def test_without_its_backend_the_proxy_refuses_at_once_and_says_so(world: "World") -> None:
-    rollout = await world.begin()
-    world.replica.may_answer.clear()
-    waiting = asyncio.create_task(world.chat(rollout, "Guess."))
-    await world.replica.was_asked.wait()
-    world.sessions.check()
-    world.ports.close()
+async def test_without_its_backend_the_proxy_refuses_at_once_and_says_so(lone_world: "World") -> None:
+    rollout = await lone_world.begin()
+    lone_world.replica.may_answer.clear()
+    waiting = asyncio.create_task(lone_world.chat(rollout, "Guess."))
+    await lone_world.replica.was_asked.wait()
+    lone_world.sessions.check()
+    lone_world.ports.close()
     assert (await waiting).status == 503
     with pytest.raises(BackendUnavailable):
-        world.sessions.check()
-    assert (await world.chat(rollout, "Guess.")).status == 503
-    assert (await world.report(rollout)).status == 503
-    assert (await world.lease(wait_s=20)).status == 503
-    async with world.http.get(f"{world.url}/healthz") as response:
+        lone_world.sessions.check()
+    assert (await lone_world.chat(rollout, "Guess.")).status == 503
+    assert (await lone_world.report(rollout)).status == 503
+    assert (await lone_world.lease(wait_s=20)).status == 503
+    async with lone_world.http.get(f"{lone_world.url}/healthz") as response:
         assert response.status == 503
 
 
 async def test_a_file_that_cannot_be_written_ends_the_serving_instead_of_letting_workers_wait(
-    world: "World",
+    lone_world: "World",
 ) -> None:
-    rollout = await world.begin()
-    world.sessions.check()
-    (world.root / "runs" / "run-1" / "queues" / "rollout_response.db").mkdir()
-    assert (await world.report(rollout)).status == 503
+    rollout = await lone_world.begin()
+    lone_world.sessions.check()
+    (lone_world.root / "runs" / "run-1" / "queues" / "rollout_response.db").mkdir()
+    assert (await lone_world.report(rollout)).status == 503
     with pytest.raises(BackendUnavailable, match=r"rollout_response\.db can't be used"):
-        world.sessions.check()
-    assert (await world.lease(wait_s=20)).status == 503
+        lone_world.sessions.check()
+    assert (await lone_world.lease(wait_s=20)).status == 503
 
 
-async def test_five_hundred_connections_are_served_at_once(world: "World") -> None:
-    rollout = await world.begin()
-    world.replica.may_answer.clear()
+async def test_five_hundred_connections_are_served_at_once(lone_world: "World") -> None:
+    rollout = await lone_world.begin()
+    lone_world.replica.may_answer.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        many = replace(world, http=http)
+        many = replace(lone_world, http=http)
         calls = [asyncio.create_task(many.chat(rollout, f"Guess {index}.")) for index in range(500)]
-        await world.replica.was_asked.wait()
-        world.replica.may_answer.set()
+        await lone_world.replica.was_asked.wait()
+        lone_world.replica.may_answer.set()
         answers = await asyncio.gather(*calls)
     assert {answer.status for answer in answers} == {200}
     assert len({answer.body["id"] for answer in answers}) == 500

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def test_the_same_report_twice_is_recorded_once(world: "World") -> None:
     rollout = await world.begin()
     assert [(await world.report(rollout, 0.5)).status for _ in range(2)] == [200, 200]
-    assert world.sessions.counts.num_reports == 1
+    assert world.counts.num_reports == 1
     assert len(await world.news()) == 1
     assert (await world.report(rollout, 0.75)).code == "reported_otherwise"
     assert (await world.sample()).reward == 0.5
@@ -47,7 +47,7 @@ async def test_an_attempt_of_many_calls_is_reported_with_all_of_them(world: "Wor
     assert (await world.report(rollout, 0.5)).status == 200
     sample = await world.sample()
     assert len(sample.calls) == 70
-    assert sample.call_bound == 128
+    assert not world.is_lone or sample.call_bound == 128
 
 
 async def test_a_null_reward_is_recorded_with_its_reason(world: "World") -> None:

@@ -24,7 +24,8 @@ from turnmill.backends.embedded import ProcessLauncher
 from turnmill.budget import Meter
 from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
 from turnmill.config.values import suggest
-from turnmill.conversation.proxy import create_app, serve
+from turnmill.conversation.hosting import serve
+from turnmill.conversation.proxy import create_app
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
 from turnmill.errors import Cancelled, ConfigError, Conflict, DataError, InvalidInput, TurnmillError

@@ -50,6 +50,11 @@ async def redrive_sample(ports: RunPorts, letter: DeadSample) -> None:
         if stored is None:
             raise InvalidInput(f"sample {letter.sample_id} has no record any more; purge its dead letter")
         sample = checked_sample(stored)
+        if sample.wire_id is not None:
+            raise InvalidInput(
+                f"sample {letter.sample_id} was answered to its foreign trainer, which may ask for it again; "
+                "purge its dead letter"
+            )
         if sample.redriven_after >= letter.num_attempts:
             # Somebody was killed before the letter was removed, or does the same right now.
             break

@@ -28,6 +28,7 @@ from turnmill.wiring.running.resume import check_data
 _ONCE_MORE = {
     RunKind.TRAIN: "`turnmill run` trains on the same file once more",
     RunKind.EVAL: "`turnmill eval` plays the same tasks once more",
+    RunKind.EXTERNAL: "the foreign trainer begins another one",
 }
 # Where a parameter has its value from when nobody set it.
 _UNSET = ("default", "recipe.toml")

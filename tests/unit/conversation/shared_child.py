@@ -1,0 +1,37 @@
+"""One request to a run that several processes serve, by a process of its own: `python shared_child.py ROOT REQUEST`.
+
+REQUEST is JSON: {"open": {...}} | {"chat": secret, "text": ..., "key": ...} | {"report": secret, "body": {...}}
+"""
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.unit.conversation.conftest import CONFIG, RUN, RUN_ID
+from turnmill.backends.embedded import open_run
+from turnmill.conversation.foreign import open_occurrence
+from turnmill.conversation.requests import parse_report
+from turnmill.conversation.shared import SharedSessions
+from turnmill.records import RunKind, encode
+
+
+async def serve(root: Path, request: dict[str, Any]) -> None:
+    run = replace(RUN, kind=RunKind.EXTERNAL)
+    ports = open_run(root, RUN_ID, num_replicas=1)
+    sessions = SharedSessions(ports, run=run, config=CONFIG)
+    if "open" in request:
+        await open_occurrence(ports, run, CONFIG, request["open"])
+    elif "chat" in request:
+        body = encode({"messages": [{"role": "user", "content": request["text"]}]})
+        await sessions.chat(request["chat"], sessions.parse(request["chat"], body), key=request["key"], hold_s=0)
+    else:
+        await sessions.report(request["report"], parse_report(encode(request["body"])))
+    ports.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2])))
