@@ -11,15 +11,16 @@ import pytest
 
 from tests.unit.conversation.conftest import CONFIG, RUN, World, open_external_world
 from turnmill.conversation.foreign import MAX_STEPS, open_occurrence, step_id_of
+from turnmill.conversation.history import read_calls
 from turnmill.conversation.responses import Outcome, record_message
 from turnmill.conversation.sessions import Sessions
 from turnmill.errors import InvalidInput, InvalidRequest
 from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (
-    Call,
     DeadSample,
     InvalidReason,
     Occurrence,
+    Purpose,
     RolloutRequest,
     RunKind,
     SampleRecord,
@@ -260,7 +261,7 @@ async def test_a_conversation_is_played_by_the_fields_of_v0_alone(world: World) 
     }
     sample = await world.sample("row_0")
     assert sample.calls == ("row_0_0", "row_0_1")
-    calls = [decode(stored.value, Call) for stored in await world.ports.records.scan("calls/run-1/")]
+    calls = await read_calls(world.ports.records, "run-1", Purpose.TRAIN, "row_0")
     assert [(call.token_ids, call.loss_mask, call.version) for call in calls] == [([5, 6, 7], [1, 1, 1], "4")] * 2
     assert calls[1].parent_digest == calls[0].digest
 

@@ -4,12 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from turnmill.conversation.client import ChatClient, LeasedRollout, RolloutApi
+from turnmill.conversation.hosting import serve
 from turnmill.conversation.http import HttpClient
+from turnmill.conversation.proxy import create_app
 from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost
 from turnmill.records import DropReason, InvalidReason, Purpose, RolloutResult, SampleRecord, SampleState, Task
 from turnmill.rollout.scheduler import Scheduler
@@ -119,3 +122,15 @@ async def test_refusals_reach_the_client_as_its_own_errors(world: "World") -> No
             await client(http, leased).complete([{"role": "user", "content": "Guess."}], temperature=0.1)
         with pytest.raises(InvalidInput, match="outside the range"):
             await api.report(leased, RolloutResult(reward=2.0))
+
+
+async def test_clients_of_a_proxy_that_holds_nobody_ask_again_until_they_are_answered(world: "World") -> None:
+    async with parts(world) as (scheduler, api, http), serve(create_app(world.services[0], hold_s=0.0)) as port:
+        await scheduler.request([(TASK, "g")])
+        (leased,) = await api.lease(worker="w", max_rollouts=1, wait_s=5)
+        path = leased.base_url[leased.base_url.index("/a/") :]
+        await play(http, replace(leased, base_url=f"http://127.0.0.1:{port}{path}"))
+        await api.report(leased, RolloutResult(reward=0.5))
+        (sample,) = await scheduler.ended()
+        assert sample.calls == ("task_0_0", "task_0_1", "task_0_2")
+        assert world.counts.num_forks == 0
