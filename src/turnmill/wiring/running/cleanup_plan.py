@@ -13,7 +13,7 @@ from pathlib import Path
 from turnmill.backends.embedded import RunProcess, disk, holder_of, open_bucket, process_of, processes_of
 from turnmill.errors import NotFound
 from turnmill.records import Cause, Run, RunStatus, cause_key, decode
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import RECORD, backend_of
 from turnmill.wiring.reading.runs import look_at_runs
 
 # Parts of a run's folder by what they are; whatever else lies there is removed with it.
@@ -97,6 +97,8 @@ def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
     items = {name: _own_in(root / name, what, names, known) for name, (what, names) in ROOT_FOLDERS.items()}
     has_token = (root / "control.token").exists()
     files = [item for name, what in ROOT_FILES.items() if has_token for item in _items(what, root / name)]
+    # Last: it says where the rest is.
+    record = _items("which backend it is on", root / RECORD)
     of_runs, data = items.pop("runs"), items.pop("bucket")
     last = [item for own in items.values() for item in own]
     return Plan(
@@ -104,7 +106,7 @@ def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
         runs=runs,
         run_id=None,
         processes=_processes(root, None, runs),
-        removed=(*of_runs, *(() if retain_data else data), *files, *last),
+        removed=(*of_runs, *(() if retain_data else data), *files, *last, *record),
         retained=tuple(data) if retain_data else (),
     )
 
