@@ -13,7 +13,7 @@ from pathlib import Path
 from turnmill.backends.embedded import RunProcess, disk, holder_of, open_bucket, process_of, processes_of
 from turnmill.errors import NotFound
 from turnmill.records import Cause, Run, RunStatus, cause_key, decode
-from turnmill.wiring.backend import RECORD, backend_of
+from turnmill.wiring.backend import RECORD, backend_of, remote_of
 from turnmill.wiring.reading.runs import look_at_runs
 
 # Parts of a run's folder by what they are; whatever else lies there is removed with it.
@@ -65,6 +65,8 @@ class Plan:
     # In the order in which they are removed.
     removed: tuple[Item, ...] = ()
     retained: tuple[Item, ...] = field(default=())
+    # Where other services hold some of it, for people; it is removed, too.
+    elsewhere: str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -86,6 +88,7 @@ def plan_for_run(root: Path, run_id: str, *, retain_data: bool) -> Plan:
         processes=_processes(root, run_id, runs),
         removed=(*_parts_of(folder), *(() if retain_data else data)),
         retained=tuple(data) if retain_data else (),
+        elsewhere=_elsewhere(root),
     )
 
 
@@ -108,7 +111,13 @@ def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
         processes=_processes(root, None, runs),
         removed=(*of_runs, *(() if retain_data else data), *files, *last, *record),
         retained=tuple(data) if retain_data else (),
+        elsewhere=_elsewhere(root),
     )
+
+
+def _elsewhere(root: Path) -> str | None:
+    remote = remote_of(root)
+    return None if remote is None else remote.place
 
 
 def _own_in(folder: Path, what: str, names: re.Pattern[str], known: Set[str]) -> list[Item]:
