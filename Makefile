@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo check format test test-control-plane verify faults bench bench-peers docs clean
+.PHONY: install demo demo-aws check format test test-control-plane verify faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ $(VENV)/.mlflow: $(VENV)/.installed
 
 demo: install
 	@$(BIN)/turnmill demo $(DEMO_ARGS)
+
+# The same training through AWS services alone, on an emulator: queues, records, blobs, metrics and alerts.
+demo-aws: install
+	@$(BIN)/python -m tests.aws.demo
 
 check: install
 	$(BIN)/ruff check .

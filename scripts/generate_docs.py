@@ -19,6 +19,7 @@ REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 BEGIN, END = "<!-- generated: rules -->", "<!-- end -->"
 VARIABLES = {
     "TURNMILL_ROOT": "folder of the deployment, as `--root`",
+    "TURNMILL_BACKEND": "`embedded` or `aws`, as `--backend`; a deployment keeps the one that it began with",
     "TURNMILL_WORKER_TOKEN": "secret that a worker shows to the proxy",
     "TURNMILL_WORKER_CONFIG": "parameters of the run, as a worker gets them",
     "TURNMILL_PROXY_URL": "where a worker finds the proxy",

@@ -39,6 +39,7 @@ from turnmill.ports import (
 
 # Suites that run on other backends, too, by the name of their file.
 SUITES: dict[str, list[str]] = {
+    "test_backend_contract": ["aws"],
     "test_blobs_contract": ["aws"],
     "test_infra_contract": ["aws"],
     "test_metrics_contract": ["aws"],

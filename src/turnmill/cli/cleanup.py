@@ -87,6 +87,8 @@ def _table(plan: Plan) -> Table:
     for one in plan.processes:
         ports = f", port {', '.join(map(str, one.ports))}" if one.ports else ""
         table.add_row("end", "process", "", "", f"{one.name} (pid {one.pid}{ports})")
+    if plan.elsewhere is not None:
+        table.add_row("remove", "queues, records, blobs", "", "", plan.elsewhere)
     for action, items, style in (("remove", plan.removed, ""), ("keep", plan.retained, "green")):
         for item in items:
             where = Text(str(item.path.relative_to(plan.root)))
@@ -120,6 +122,7 @@ def _as_object(plan: Plan) -> dict[str, Any]:
         "runs": [run.run_id for run in plan.runs],
         "processes": [{"name": one.name, "pid": one.pid, "ports": list(one.ports)} for one in plan.processes],
         "removed": [_item(item) for item in plan.removed],
+        "elsewhere": plan.elsewhere,
         "retained": [_item(item) for item in plan.retained],
     }
 

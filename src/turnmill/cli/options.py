@@ -64,6 +64,21 @@ def config_options(*, without: Set[str] = frozenset()) -> Callable[[F], F]:
     return add
 
 
+def backend_options(command: F) -> F:
+    """Add `--backend` and `--local-compute` (the keywords `backend: str | None` and `local_compute: bool`)."""
+    command = click.option(
+        "--local-compute",
+        is_flag=True,
+        help="With --backend aws: worker, replicas, trainer and proxy are processes of this machine.",
+    )(command)
+    return click.option(
+        "--backend",
+        metavar="embedded|aws",
+        help="Where queues, records and blobs are (or TURNMILL_BACKEND, or [backend] in turnmill.toml). A deployment "
+        "keeps what it began with. [default: embedded]",
+    )(command)
+
+
 def collect_flags(values: Mapping[str, object]) -> dict[str, object]:
     """The parameters that the command line sets, out of a command's keyword arguments."""
     return {name: values[name] for name in parameter_names() if values.get(name) is not None}

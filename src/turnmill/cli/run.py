@@ -18,7 +18,14 @@ from turnmill.cli import render
 from turnmill.cli.cost import budget_options
 from turnmill.cli.cost_lines import forecast_lines
 from turnmill.cli.next_steps import next_step
-from turnmill.cli.options import EPILOG, TRAINING, CommandWithParameters, collect_flags, config_options
+from turnmill.cli.options import (
+    EPILOG,
+    TRAINING,
+    CommandWithParameters,
+    backend_options,
+    collect_flags,
+    config_options,
+)
 from turnmill.cli.serve import step_option
 from turnmill.cli.show import at_root, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, command, say, show
@@ -27,6 +34,7 @@ from turnmill.config.deployment import load_deployment
 from turnmill.errors import Duplicate, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
 from turnmill.telemetry import closing_log, configure_logging
+from turnmill.wiring.backend import choose
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.mirroring import mirrored
 from turnmill.wiring.reading.runs import read_baseline
@@ -47,22 +55,34 @@ figures_option = json_option("Print the figures of the run as one object; all el
 @click.option(
     "--eval-data", type=data_file, metavar="FILE", help="Held-out tasks (.jsonl), played after training by both models."
 )
+@backend_options
 @root_option
 @figures_option
 @config_options()
 def run(
-    data_path: Path, eval_data: Path | None, config_file: Path | None, root: Path, as_json: bool, **flags: object
+    data_path: Path,
+    eval_data: Path | None,
+    config_file: Path | None,
+    backend: str | None,
+    local_compute: bool,
+    root: Path,
+    as_json: bool,
+    **flags: object,
 ) -> None:
     """Train on a file of tasks, in the foreground."""
     resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
-    _start(root, Order(kind=RunKind.TRAIN, resolved=resolved, data=data_path, eval_data=eval_data), as_json)
+    order = Order(kind=RunKind.TRAIN, resolved=resolved, data=data_path, eval_data=eval_data)
+    _start(root, order, backend, local_compute, as_json)
 
 
 @click.command(cls=CommandWithParameters, epilog=EPILOG, short_help="Train the shipped tiny model on Wordle.")
+@backend_options
 @root_option
 @figures_option
 @config_options()
-def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -> None:
+def demo(
+    config_file: Path | None, backend: str | None, local_compute: bool, root: Path, as_json: bool, **flags: object
+) -> None:
     """Train the shipped tiny model on Wordle and evaluate it on held-out words: minutes on a laptop CPU."""
     resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
     order = Order(
@@ -71,7 +91,7 @@ def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -
         data=assets.wordle_data("train"),
         eval_data=assets.wordle_data("eval"),
     )
-    _start(root, order, as_json)
+    _start(root, order, backend, local_compute, as_json)
 
 
 @click.command("eval", cls=CommandWithParameters, epilog=EPILOG, short_help="Evaluate a run's checkpoint or a model.")
@@ -80,6 +100,7 @@ def demo(config_file: Path | None, root: Path, as_json: bool, **flags: object) -
 @click.option(
     "--data", "data_path", type=data_file, metavar="FILE", required=True, help="Tasks to evaluate on (.jsonl)."
 )
+@backend_options
 @root_option
 @figures_option
 @config_options(without=TRAINING | {"base_model"})
@@ -88,6 +109,8 @@ def evaluate(
     step: int | None,
     data_path: Path,
     config_file: Path | None,
+    backend: str | None,
+    local_compute: bool,
     root: Path,
     as_json: bool,
     **flags: object,
@@ -100,7 +123,8 @@ def evaluate(
     resolved = resolve(file=config_file, environ=os.environ, flags={**collect_flags(flags), "base_model": model})
     if trained_by is not None:
         resolved = as_played(resolved, trained_by)
-    _start(root, Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path), as_json)
+    order = Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path)
+    _start(root, order, backend, local_compute, as_json)
 
 
 def as_played(resolved: Resolved, run: Run) -> Resolved:
@@ -168,9 +192,10 @@ def resume(run_id: str, from_step: int | None, root: Path, as_json: bool, **budg
 Walk = Callable[[asyncio.Event, Callable[[Run], None]], Awaitable[tuple[Run, TurnmillError | None]]]
 
 
-def _start(root: Path, order: Order, as_json: bool) -> None:
+def _start(root: Path, order: Order, backend: str | None, is_local: bool, as_json: bool) -> None:
     check_order(order)
     _check_root(root)
+    choose(root, flag=backend, is_local=is_local, environ=os.environ)
     in_foreground(root, lambda cancel, created: execute(root, order, cancel=cancel, created=created), as_json)
 
 

@@ -17,6 +17,7 @@ from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, c
 from turnmill.cli.run import control_log, data_file, on_signals
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
+from turnmill.wiring.backend import check_uploads
 from turnmill.wiring.deployment import Deployment, Layers, News
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.mirroring import mirrored
@@ -43,6 +44,7 @@ def up(max_parallel_runs: int, port: int, config_file: Path | None, root: Path, 
     the token in ROOT/control.token.
     """
     log_format()  # a bad one is refused before anything is served
+    check_uploads(root)
     layers = Layers(file=config_file, environ=os.environ, flags=collect_flags(flags))
     run_loop(_serve(root, layers, max_parallel_runs, port, as_json))
 
@@ -106,6 +108,7 @@ def upload(
 ) -> None:
     """Copy FILE into the deployment's bucket, whole or not at all; a run is made of it if `turnmill up` runs or when it
     is started."""
+    check_uploads(root)
     target = open_bucket(root).put(file, name or file.name, sidecar=sidecar, held_out=held_out)
     for suffix, given in ((SIDECAR_SUFFIX, sidecar), (HELD_OUT_SUFFIX, held_out)):
         left = beside(target, suffix)

@@ -1,13 +1,19 @@
 """What holds for all runs of a deployment: `turnmill.toml` in its root folder. Parameters of runs are elsewhere.
 
 [[alerts]]
-type = "slack"                      # or "webhook", "pagerduty"
+type = "slack"                      # or "webhook", "pagerduty", "sns" (topic = "arn:aws:sns:...")
 url_env = "SLACK_WEBHOOK_URL"       # or url = "https://hooks.slack.com/services/..."
 min_severity = "error"
 
 [mlflow]
 tracking_uri = "http://127.0.0.1:5000"   # or tracking_uri_env = the name of a variable
 experiment = "turnmill"
+
+[backend]
+type = "aws"                        # or "embedded", as without the table
+name = "turnmill"                   # of the deployment, as `turnmill deploy` made it
+region = "eu-west-1"                # else as every AWS tool finds it, like the credentials
+endpoint_url = "http://127.0.0.1:4566"   # of an emulator
 
 [ceilings] and [prices]: see `limits`.
 """
@@ -22,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from turnmill.config.backends import BackendSettings, read_backend
 from turnmill.config.limits import Ceilings, PriceSettings, read_ceilings, read_prices
 from turnmill.config.parameters import PREFIX
 from turnmill.errors import ConfigError, printable
@@ -42,13 +49,15 @@ class AlertChannelType(StrEnum):
     WEBHOOK = "webhook"
     SLACK = "slack"
     PAGERDUTY = "pagerduty"
+    SNS = "sns"
 
 
-# The keys that hold a secret, by type; each may be given as `<key>_env`, the name of an environment variable.
+# What must be known, by type, mostly secrets; each may be given as `<key>_env`, the name of an environment variable.
 _REQUIRED = {
     AlertChannelType.WEBHOOK: ("url", "secret"),
     AlertChannelType.SLACK: ("url",),
     AlertChannelType.PAGERDUTY: ("routing_key",),
+    AlertChannelType.SNS: ("topic",),
 }
 _OPTIONAL = {AlertChannelType.PAGERDUTY: ("url",)}
 _COMMON = ("type", "name", "min_severity", "max_per_hour")
@@ -67,6 +76,8 @@ class AlertChannel:
     url: str = field(default="", repr=False)
     secret: str = field(default="", repr=False)
     routing_key: str = field(default="", repr=False)
+    # Its ARN; or its name, where the deployment is on AWS. No secret.
+    topic: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,8 @@ class Deployment:
     alerts: tuple[AlertChannel, ...] = ()
     # None: nothing is mirrored.
     mlflow: MlflowStore | None = None
+    # None: as a flag or a variable says, else embedded.
+    backend: BackendSettings | None = None
     ceilings: Ceilings = Ceilings()
     prices: PriceSettings = PriceSettings()
 
@@ -97,7 +110,8 @@ def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
     values = _read(root / FILE)
     reader = _Reader(environ)
     ceilings, prices = _limits(values, root, reader.problems)
-    deployment = replace(reader.deployment(values), ceilings=ceilings, prices=prices)
+    backend = read_backend(values.get("backend"), reader.problems)
+    deployment = replace(reader.deployment(values), backend=backend, ceilings=ceilings, prices=prices)
     _raise(reader.problems, root / FILE)
     return deployment
 
@@ -111,6 +125,14 @@ def load_limits(root: Path) -> tuple[Ceilings, PriceSettings]:
     limits = _limits(_read(root / FILE), root, problems)
     _raise(problems, root / FILE)
     return limits
+
+
+def load_backend(root: Path) -> BackendSettings | None:
+    """The backend alone, as `load_limits` does with the limits; None where the file says nothing of it."""
+    problems: list[str] = []
+    found = read_backend(_read(root / FILE).get("backend"), problems)
+    _raise(problems, root / FILE)
+    return found
 
 
 def _limits(values: dict[str, Any], root: Path, problems: list[str]) -> tuple[Ceilings, PriceSettings]:
@@ -150,7 +172,7 @@ class _Reader:
         self._environ = environ
 
     def deployment(self, values: dict[str, Any]) -> Deployment:
-        self._refuse_unknown("", values, ("alerts", "mlflow", "ceilings", "prices"))
+        self._refuse_unknown("", values, ("alerts", "backend", "mlflow", "ceilings", "prices"))
         mlflow = self._mlflow(values.get("mlflow"))
         tables = values.get("alerts", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

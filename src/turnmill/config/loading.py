@@ -18,6 +18,7 @@ RECIPE = "recipe.toml"
 # Variables that are no parameters: everything else that starts with the prefix must name one.
 OTHER_VARIABLES = (
     "TURNMILL_ROOT",
+    "TURNMILL_BACKEND",
     "TURNMILL_WORKER_TOKEN",
     "TURNMILL_WORKER_CONFIG",
     "TURNMILL_PROXY_URL",

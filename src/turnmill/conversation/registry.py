@@ -91,7 +91,8 @@ class Registry:
         pointer = AttemptPointer(
             sample_key=sample.key, hashes={kind: hash_in(sample, kind) or "" for kind in SecretKind}
         )
-        return Write(key=secret_key(self._run_id, name), value=encode(pointer), expected=None)
+        # No other attempt ever has this name.
+        return Write(key=secret_key(self._run_id, name), value=encode(pointer), expected=0)
 
     def add(self, attempt: Attempt) -> None:
         """Serve an attempt in the place of an earlier one of its sample."""

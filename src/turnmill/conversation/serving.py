@@ -18,6 +18,19 @@ GRACE_S = 5
 IDLE_S = 75
 
 
+@contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """A port that the system chooses and gives to nobody else until this is left, for servers that share it.
+
+    Nobody listens there yet: a server of the same user does with `is_reserved`, and after its death the next one.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        port: int = holder.getsockname()[1]
+        yield port
+
+
 @asynccontextmanager
 async def listening(
     app: Application,
@@ -25,15 +38,16 @@ async def listening(
     host: str,
     port: int,
     name: str,
+    is_reserved: bool = False,
     stop: Callable[[], None] | None = None,
     grace_s: int = GRACE_S,
 ) -> AsyncIterator[int]:
-    """Serve on the running loop; yields the port (chosen by the system for 0).
+    """Serve on the running loop; yields the port (chosen by the system for 0, or that of `reserved_port`).
 
     On leaving, `stop` is called, and what is being answered then has `grace_s` to end. Raises `OSError` for an address
     that can't be had.
     """
-    listener = socket.create_server((host, port), backlog=2048)
+    listener = socket.create_server((host, port), backlog=2048, reuse_port=is_reserved)
     listener.setblocking(False)
     bound: int = listener.getsockname()[1]
     config = uvicorn.Config(

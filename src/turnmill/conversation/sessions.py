@@ -76,6 +76,10 @@ class Sessions(Service):
         super().stop()
         self.calls.stop()
 
+    async def until_stopped(self) -> None:
+        """Until nobody is served any more; `check` then says why, if it was not asked for."""
+        await self._stopping.wait()
+
     @property
     def is_healthy(self) -> bool:
         return super().is_healthy and not any(task.done() for task in self._tasks)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from turnmill.health.remedies import Remedy, remedies_of
 from turnmill.health.report import Diagnosis, Report, Verdict
-from turnmill.health.snapshot import CONTROL, TRAINER, ProcessState, QueueView, Snapshot
+from turnmill.health.snapshot import CONTROL, PROXY, TRAINER, ProcessState, QueueView, Snapshot
 from turnmill.records import RunStatus
 
 DISK, ENVIRONMENT, STORE, DATA, BUDGET = "disk", "environment", "store", "data", "budget"
@@ -28,7 +28,7 @@ _NUM_LINES = 8
 _FULL = "the disk is full"
 # How a run that has used up its budget says so, with the command that goes on.
 _USED_UP = re.compile(r"is used up: .*(turnmill resume .+)")
-_ROLE = re.compile(r"\b(?:preflight-\d+|worker-\d+|replica-\d+|trainer|environment)\b")
+_ROLE = re.compile(r"\b(?:preflight-\d+|worker-\d+|replica-\d+|trainer|proxy|environment)\b")
 
 
 def examine(seen: Snapshot) -> Report:
@@ -131,7 +131,7 @@ def _dead_control(seen: Snapshot) -> Iterator[Diagnosis]:
         return
     yield Diagnosis(
         role=CONTROL,
-        summary=f"the control process {seen.run.pid}, which serves the proxy too, is gone; the run has not ended",
+        summary=f"the control process {seen.run.pid}{_also(seen)} is gone; the run has not ended",
         evidence=(
             "the record of the run says that it is active, and no process has the pid that it names",
             "its other processes end by themselves when they notice",
@@ -144,7 +144,7 @@ def _dead_control(seen: Snapshot) -> Iterator[Diagnosis]:
 def _stopped(seen: Snapshot) -> Iterator[Diagnosis]:
     for process in seen.processes:
         if process.state is ProcessState.STOPPED:
-            also = ", which serves the proxy too," if process.name == CONTROL else ""
+            also = _also(seen) if process.name == CONTROL else ""
             yield Diagnosis(
                 role=process.name,
                 summary=f"{process.name}{also} is stopped (pid {process.pid}): by SIGSTOP or a debugger",
@@ -208,7 +208,7 @@ def _poison(seen: Snapshot) -> Iterator[Diagnosis]:
     """
     for name, queue in seen.queues.items():
         if queue.num_often == 1 and queue.most_received is not None:
-            consumer = _consumer(name)
+            consumer = _consumer(seen, name)
             yield Diagnosis(
                 role=f"message {queue.most_received}",
                 summary=f"message {queue.most_received} in {name} fails whoever takes it",
@@ -241,7 +241,7 @@ def _suspects(seen: Snapshot) -> tuple[Diagnosis, ...]:
 def _waiting_calls(seen: Snapshot) -> Iterator[Diagnosis]:
     for name, queue in seen.queues.items():
         if name.startswith("generate_request") and queue.num_open:
-            replica = _consumer(name)
+            replica = _consumer(seen, name)
             yield _suspect(seen, replica, f"{queue.num_open} calls wait for {replica}, which answers none")
 
 
@@ -254,7 +254,9 @@ def _waiting_samples(seen: Snapshot) -> Iterator[Diagnosis]:
     worker = next((process.name for process in seen.processes if process.name.startswith("worker-")), "worker-0")
     lease_s = float(seen.run.config.get("worker_lease_s", 15.0))
     leased = seen.samples.by_state.get("leased", 0)
-    if requests.in_flight and (requests.renewed_ago_s or 0.0) <= lease_s:
+    if requests.in_flight and requests.renewed_ago_s is None:
+        why = f"{worker} holds {requests.in_flight} rollouts, and none of them calls the model"
+    elif requests.in_flight and (requests.renewed_ago_s or 0.0) <= lease_s:
         why = f"{worker} plays {requests.in_flight} rollouts and renews their leases, and none of them calls the model"
     elif leased:
         why = f"{worker} is not stopped, and its leases ran out: something in it blocks its event loop"
@@ -343,11 +345,17 @@ def _remedies(seen: Snapshot, role: str, error: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------- words
 
 
-def _consumer(queue: str) -> str:
+def _also(seen: Snapshot) -> str:
+    """What control is besides, where it is."""
+    return ", which serves the proxy too," if seen.process(PROXY) is None else ""
+
+
+def _consumer(seen: Snapshot, queue: str) -> str:
     """Who takes the messages of a queue."""
+    proxy = PROXY if seen.process(PROXY) is not None else CONTROL
     if queue.startswith("generate_request-"):
         return f"replica-{queue.rsplit('-', 1)[1]}"
-    return {"rollout_request": "worker-0", "rollout_response": TRAINER}.get(queue, CONTROL)
+    return {"rollout_request": "worker-0", "rollout_response": TRAINER}.get(queue, proxy)
 
 
 def _queue_of(seen: Snapshot, role: str) -> list[str]:
@@ -357,7 +365,7 @@ def _queue_of(seen: Snapshot, role: str) -> list[str]:
         f"{name}: {queue.available} available, {queue.in_flight} in flight"
         + (f", the oldest {queue.oldest_age_s:.0f} s old" if queue.oldest_age_s is not None else "")
         for name, queue in seen.queues.items()
-        if queue.num_open and _consumer(name) == consumer
+        if queue.num_open and _consumer(seen, name) == consumer
     ]
 
 

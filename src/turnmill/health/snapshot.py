@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from turnmill.records import Run, RunStatus, Version
 
-CONTROL, TRAINER = "control", "trainer"
+CONTROL, TRAINER, PROXY = "control", "trainer", "proxy"
 
 
 class ProcessState(StrEnum):

@@ -14,6 +14,7 @@ MAX_RESTARTS = 5
 FINAL_EXIT_CODES = (0, 1, 2)
 # Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
 JOBS = (TRAINER, "preflight")
+PROXY = "proxy"
 
 
 def _death(role: RoleStatus) -> str:
@@ -73,11 +74,24 @@ async def poll_generation(ctx: StageContext, handle: Handle) -> Running | Done:
 
 
 async def start_reward_workers(ctx: StageContext) -> Handle:
+    """Where control does not serve the proxy, that is started before those who talk to it."""
     name = "worker-0"
+    proxies: list[str] = []
+    if ctx.proxy_env is not None:
+        proxies.append(PROXY)
+        await ctx.launcher.start(
+            RoleSpec(
+                role="proxy",
+                name=PROXY,
+                run_id=ctx.run.run_id,
+                env=dict(ctx.proxy_env),
+                max_restarts=MAX_RESTARTS,
+            )
+        )
     await ctx.launcher.start(
         RoleSpec(role="worker", name=name, run_id=ctx.run.run_id, env=dict(ctx.worker_env), max_restarts=MAX_RESTARTS)
     )
-    return {"workers": [name]}
+    return {"workers": [name], "proxies": proxies}
 
 
 async def poll_reward_workers(ctx: StageContext, handle: Handle) -> Running | Done:

@@ -127,6 +127,11 @@ class RootRecords(RecordStore, Protocol):
 class Backend(Protocol):
     """One deployment on one kind of services. Making one opens nothing."""
 
+    @property
+    def hosts_proxy(self) -> bool:
+        """Whether control serves the proxy; else a process of its own does, once the run's queues are there."""
+        ...
+
     def open_records(self) -> RootRecords:
         """The deployment's records (`runs/...`); close them."""
         ...

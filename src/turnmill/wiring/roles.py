@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from turnmill import assets
 from turnmill.config import Config, from_dict
@@ -27,9 +28,9 @@ from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_validated
 
 logger = logging.getLogger(__name__)
-ROLES = ("worker", "replica", "trainer", "preflight")
+ROLES = ("worker", "replica", "trainer", "preflight", "proxy")
 # They serve until the launcher ends them, so that ending for any other reason is a death.
-_SERVICES = ("worker", "replica")
+_SERVICES = ("worker", "replica", "proxy")
 # Imports that take seconds.
 _HEAVY = {
     "replica": ("turnmill.generation.transformers_engine", "turnmill.generation.renderer"),
@@ -42,7 +43,7 @@ _EXIT_TOLD_TO_STOP = 128 + signal.SIGTERM
 def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
     """The one entry point of every role process; returns when the role is done or was asked to stop.
 
-    Raises `SystemExit` for a worker or replica that was asked to stop: with exit code 0 nobody would start it again
+    Raises `SystemExit` for a service that was asked to stop: with exit code 0 nobody would start it again
     when the request came from somebody else than the launcher, and the run would wait for it for ever.
     """
     configure_logging(name, run_id=run_id, form=variables.log_format())
@@ -51,6 +52,7 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
         "replica": _replica,
         "trainer": _trainer,
         "preflight": _preflight,
+        "proxy": _proxy,
     }
     for module in _HEAVY.get(role, ()):
         # Before SIGTERM is caught: nothing is held yet, so it may end the process there and then.
@@ -94,6 +96,29 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
         environment=load(config.env, config.env_args),
         stop=stop,
     )
+
+
+async def _proxy(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
+    """Serves at the URL that it is started with, so that workers find the next one of it, too; raises what ended it."""
+    from turnmill.conversation.hosting import serve
+    from turnmill.conversation.proxy import create_app
+    from turnmill.conversation.sessions import Sessions
+
+    url = os.environ.get(variables.PROXY_URL, "")
+    port = urlsplit(url).port
+    if port is None:
+        raise InvalidInput(f"a proxy needs {variables.PROXY_URL}, with a port, in its environment")
+    async with _opened(root, run_id) as (run, config, ports):
+        sessions = Sessions(ports, run=run, config=config)
+        sessions.base_url = url
+        async with sessions, serve(create_app(sessions), port=port, is_reserved=True):
+            logger.info("serving at %s", url)
+            ended = asyncio.create_task(sessions.until_stopped(), name="proxy-ended")
+            asked = asyncio.create_task(stop.wait(), name="proxy-stop")
+            await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (ended, asked):
+                task.cancel()
+        sessions.check()
 
 
 async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:

@@ -1,4 +1,5 @@
-"""Environment variables: what a worker process may know (never arguments, which `ps` shows), and the form of logs."""
+"""Environment variables: what a worker process may know (never arguments, which `ps` shows), the form of logs, and the
+backend."""
 
 import os
 
@@ -9,6 +10,7 @@ WORKER_TOKEN = "TURNMILL_WORKER_TOKEN"
 PROXY_URL = "TURNMILL_PROXY_URL"
 WORKER_CONFIG = "TURNMILL_WORKER_CONFIG"
 LOG_FORMAT = "TURNMILL_LOG_FORMAT"
+BACKEND = "TURNMILL_BACKEND"
 
 
 def log_format() -> str:

@@ -218,6 +218,29 @@ def test_every_stall_names_somebody() -> None:
                 assert report.diagnoses and report.verdict is Verdict.STALLED
 
 
+def test_nothing_is_concluded_from_leases_of_which_no_one_knows_when_they_were_renewed() -> None:
+    """A queue that tells no more than counts: the worker may be stuck as well as the environment."""
+    queues = {**{name: QueueView() for name in MOVING.queues}, "rollout_request": QueueView(available=1, in_flight=2)}
+    seen = replace(MOVING, idle_s=2 * LIMIT_S, queues=queues, samples=SamplesView(by_state={"leased": 2}))
+    (found,) = examine(seen).diagnoses
+    assert found.role == ENVIRONMENT
+    assert found.summary.endswith("worker-0 holds 2 rollouts, and none of them calls the model")
+
+
+def test_where_the_proxy_has_a_process_control_is_not_it() -> None:
+    control = replace(view(CONTROL), state=ProcessState.STOPPED)
+    alone = replace(MOVING, processes=(control, *MOVING.processes[1:]))
+    apart = replace(alone, processes=(*alone.processes, ProcessView(name="proxy", state=ProcessState.ALIVE, pid=200)))
+    said = "control, which serves the proxy too, is stopped"
+    assert said in examine(alone).diagnoses[0].summary and said not in examine(apart).diagnoses[0].summary
+    answers = {"generate_response": QueueView(available=4)}
+    gone = replace(
+        MOVING, queues=answers, processes=(*MOVING.processes, ProcessView(name="proxy", state=ProcessState.GONE))
+    )
+    (found,) = examine(gone).diagnoses
+    assert found.role == "proxy" and "generate_response: 4 available, 0 in flight" in found.evidence
+
+
 # ---------------------------------------------------------------- ends
 
 

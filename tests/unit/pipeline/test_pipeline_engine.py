@@ -510,3 +510,20 @@ async def test_workers_are_there_when_each_has_asked_for_work_and_not_when_they_
     await ctx.ports.records.write([Write(key=status.key, value=encode(status), expected=None)])
     assert isinstance(await poll_reward_workers(ctx, handle), Done)
     await ctx.launcher.close()
+
+
+async def test_a_proxy_with_a_process_of_its_own_is_started_before_the_workers(world: World, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho "$TURNMILL_PROXY_URL"\nexec sleep 600\n')
+    program.chmod(0o700)
+    launcher = ProcessLauncher(tmp_path, command=[str(program)])
+    ctx = replace(world.ctx, launcher=launcher, proxy_env={"TURNMILL_PROXY_URL": "http://127.0.0.1:9"})
+    assert await start_reward_workers(ctx) == {"workers": ["worker-0"], "proxies": ["proxy"]}
+    assert [role.name for role in await launcher.statuses()] == ["proxy", "worker-0"]
+    log = tmp_path / "runs" / "r1" / "logs" / "proxy.log"
+    for _ in range(1000):
+        if log.read_text():
+            break
+        await asyncio.sleep(0.01)
+    assert log.read_text() == "http://127.0.0.1:9\n"
+    await launcher.close()

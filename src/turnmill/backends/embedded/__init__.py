@@ -18,6 +18,7 @@ from pathlib import Path
 from turnmill.backends.embedded.backend import EmbeddedBackend
 from turnmill.backends.embedded.bucket import FolderBucket
 from turnmill.backends.embedded.files import disk, process_lives, remove_abandoned, replacing
+from turnmill.backends.embedded.infra import RunFolder
 from turnmill.backends.embedded.launcher import ProcessLauncher, log_tail
 from turnmill.backends.embedded.locks import holder_of, one_of_many, only_one, take_all, wait_until_gone
 from turnmill.backends.embedded.opening import (
@@ -40,6 +41,7 @@ __all__ = [
     "ProcessInfo",
     "ProcessLauncher",
     "Quarantine",
+    "RunFolder",
     "RunProcess",
     "disk",
     "end",
@@ -61,6 +63,7 @@ __all__ = [
     "remove_abandoned",
     "replacing",
     "role_processes",
+    "run_folder",
     "take_all",
     "wait_until_gone",
 ]

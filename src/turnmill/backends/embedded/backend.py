@@ -29,6 +29,8 @@ _NOTHING = QueueCounts(available=0, in_flight=0, delayed=0, dead=0, num_sent=0)
 class EmbeddedBackend:
     """Implements `ports.Backend` in the folder `root`."""
 
+    hosts_proxy = True
+
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
 

@@ -16,25 +16,45 @@ from turnmill.records import RUN_RECORD_KINDS
 _FOLDERS = ("blobs", "weights", "logs", "checkpoints", "locks")
 
 
+class RunFolder:
+    """What the processes of a run that are on this machine keep here, whatever holds its records and queues."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def make(self) -> list[str]:
+        """Make it and write to each part; their names. Raises `BackendUnavailable`."""
+        await asyncio.to_thread(_make, [self._path / name for name in _FOLDERS])
+        return list(_FOLDERS)
+
+    async def free_bytes(self) -> int:
+        """Of the disk that the folder is on, or will be, for a user without privileges."""
+        return await asyncio.to_thread(_free_bytes, self._path)
+
+    async def remove(self) -> None:
+        """All of it; idempotent."""
+        await asyncio.to_thread(_remove, self._path)
+
+
 class FolderRunInfra:
     """Implements `ports.RunInfra` in `folder`, which holds the files of `records` and `queues`."""
 
     def __init__(self, folder: Path, records: SqliteRecordStore, queues: Mapping[str, SqliteQueue]) -> None:
-        self._folder = folder
+        self._folder = RunFolder(folder)
         self._records = records
         self._queues = queues
 
     async def deploy(self) -> list[str]:
         """See `ports.RunInfra.deploy`."""
-        await asyncio.to_thread(_make, [self._folder / name for name in _FOLDERS])
+        folders = await self._folder.make()
         await self._records.probe(RUN_RECORD_KINDS)
         await asyncio.gather(*(queue.probe() for queue in self._queues.values()))
         records = [f"records/{kind}" for kind in RUN_RECORD_KINDS]
-        return [*_FOLDERS, *records, *(f"queues/{name}" for name in self._queues)]
+        return [*folders, *records, *(f"queues/{name}" for name in self._queues)]
 
     async def free_bytes(self) -> int:
-        """Of the disk that the folder is on, or will be, for a user without privileges."""
-        return await asyncio.to_thread(_free_bytes, self._folder)
+        """See `RunFolder.free_bytes`."""
+        return await self._folder.free_bytes()
 
     async def retire(self) -> int:
         """See `ports.RunInfra.retire`."""
@@ -42,7 +62,7 @@ class FolderRunInfra:
 
     async def delete(self) -> None:
         """See `ports.RunInfra.delete`."""
-        await asyncio.to_thread(_remove, self._folder)
+        await self._folder.remove()
 
 
 def _make(folders: Sequence[Path]) -> None:

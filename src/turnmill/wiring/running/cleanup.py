@@ -28,7 +28,7 @@ from turnmill.backends.embedded import (
 )
 from turnmill.errors import BackendUnavailable, Conflict, InvalidInput, NotFound
 from turnmill.intake.claims import Claim, claim_key
-from turnmill.ports import RecordStore, Write
+from turnmill.ports import Backend, RecordStore, Write
 from turnmill.records import (
     LATEST_MODEL_PREFIX,
     LatestModel,
@@ -42,7 +42,7 @@ from turnmill.records import (
     run_key,
     trigger_dead_letter_key,
 )
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import Remote, backend_of, remote_of
 from turnmill.wiring.reading.runs import look_at_run, until_ended
 from turnmill.wiring.running.cancelling import ask
 from turnmill.wiring.running.cleanup_plan import (
@@ -79,10 +79,12 @@ class Remains:
     queues: tuple[str, ...]
     files: tuple[str, ...]
     records: tuple[str, ...]
+    # On services outside of the deployment's folder.
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def is_clean(self) -> bool:
-        return not (self.processes or self.ports or self.temporary_folders or self.queues or self.files or self.records)
+        return not any(vars(self).values())
 
 
 async def clean_up(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: float = PATIENCE_S) -> Remains:
@@ -91,6 +93,8 @@ async def clean_up(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: flo
     Raises `Conflict` when a whole deployment is to go while it is up, or a run is taken up again in this moment;
     `BackendUnavailable` when a process or a file can't be got rid of.
     """
+    # Before the folder goes, in which it is said where the rest is.
+    backend, remote = backend_of(plan.root), remote_of(plan.root)
     if plan.run_id is not None:
         await _clean_run(plan, plan.run_id, retain_data=retain_data, tell=tell, patience_s=patience_s)
     elif plan.root.is_dir():
@@ -98,7 +102,9 @@ async def clean_up(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: flo
         with only_one(lock, f"{plan.root} is served by `turnmill up`: end it before all of it is removed"):
             await _clean_all(plan, retain_data=retain_data, tell=tell, patience_s=patience_s)
         _remove_if_empty(plan.root / "locks", plan.root)
-    return what_remains(plan, retain_data=retain_data)
+    remains = what_remains(plan, backend, retain_data=retain_data)
+    left = await _left_elsewhere(plan, remote, retain_data=retain_data) if remote is not None else []
+    return replace(remains, elsewhere=tuple(left))
 
 
 async def _clean_run(plan: Plan, run_id: str, *, retain_data: bool, tell: Tell, patience_s: float) -> None:
@@ -107,6 +113,7 @@ async def _clean_run(plan: Plan, run_id: str, *, retain_data: bool, tell: Tell, 
     async with _quiet(plan.root, run_id, tell):
         if plan.runs:
             await _forget_content(plan.root, plan.runs[0], models=not retain_data)
+        await _remove_elsewhere(plan.root, run_id, retain_data=retain_data, tell=tell)
         # Anew: what was written until the processes ended is removed as well.
         for item in plan_for_run(plan.root, run_id, retain_data=retain_data).removed:
             tell(f"removing {item.what}: {item.path}")
@@ -121,6 +128,12 @@ async def _clean_all(plan: Plan, *, retain_data: bool, tell: Tell, patience_s: f
         await _stop_execution(plan.root, run.run_id, tell, patience_s)
     with removing(plan.root):
         await _stop_processes(plan.root, None, tell)
+        if remote_of(plan.root) is not None:
+            # Its table outlives the folder.
+            for run in plan.runs:
+                await _forget_content(plan.root, run, models=not retain_data)
+                await _remove_elsewhere(plan.root, run.run_id, retain_data=retain_data, tell=tell)
+                await _forget_run(plan.root, run.run_id)
         for item in plan_for_all(plan.root, retain_data=retain_data).removed:
             tell(f"removing {item.what}: {item.path}")
             remove(item.path)
@@ -203,6 +216,21 @@ async def _quiet(root: Path, run_id: str, tell: Tell) -> AsyncIterator[None]:
             os.close(fd)
 
 
+# ---------------------------------------------------------------- what is elsewhere
+
+
+async def _remove_elsewhere(root: Path, run_id: str, *, retain_data: bool, tell: Tell) -> None:
+    """What services outside of the folder hold of a run, but its record."""
+    if (remote := remote_of(root)) is not None:
+        tell(f"removing what is of run {run_id} on {remote.place}")
+        await remote.remove_run(run_id, models=not retain_data)
+
+
+async def _left_elsewhere(plan: Plan, remote: Remote, *, retain_data: bool) -> list[str]:
+    run_ids = [run.run_id for run in plan.runs] if plan.run_id is None else [plan.run_id]
+    return [left for run_id in run_ids for left in await remote.what_is_left(run_id, models=not retain_data)]
+
+
 # ---------------------------------------------------------------- records
 
 
@@ -274,7 +302,7 @@ def _remove_if_empty(*folders: Path) -> None:
                 folder.rmdir()
 
 
-def what_remains(plan: Plan, *, retain_data: bool) -> Remains:
+def what_remains(plan: Plan, backend: Backend, *, retain_data: bool) -> Remains:
     """Looked for anew, not inferred from what was done."""
     found = [*processes_of(plan.root, plan.run_id), *(one for one in plan.processes if one.lives)]
     processes: dict[int, RunProcess] = {one.pid: one for one in found}
@@ -287,7 +315,7 @@ def what_remains(plan: Plan, *, retain_data: bool) -> Remains:
         folders.append(run_folder(plan.root, plan.run_id))
     files = {entry.path for folder in folders for entry in files_below(folder)}
     files |= {str(folder) for folder in folders if folder.exists()}
-    records = backend_of(plan.root).look_at_records(run_key(plan.run_id or ""))
+    records = backend.look_at_records(run_key(plan.run_id or ""))
     return Remains(
         processes=tuple(f"{one.name} (pid {one.pid})" for one in processes.values()),
         ports=tuple(sorted(ports)),

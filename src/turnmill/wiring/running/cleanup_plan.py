@@ -13,7 +13,7 @@ from pathlib import Path
 from turnmill.backends.embedded import RunProcess, disk, holder_of, open_bucket, process_of, processes_of
 from turnmill.errors import NotFound
 from turnmill.records import Cause, Run, RunStatus, cause_key, decode
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import RECORD, backend_of, remote_of
 from turnmill.wiring.reading.runs import look_at_runs
 
 # Parts of a run's folder by what they are; whatever else lies there is removed with it.
@@ -65,6 +65,8 @@ class Plan:
     # In the order in which they are removed.
     removed: tuple[Item, ...] = ()
     retained: tuple[Item, ...] = field(default=())
+    # Where other services hold some of it, for people; it is removed, too.
+    elsewhere: str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -86,6 +88,7 @@ def plan_for_run(root: Path, run_id: str, *, retain_data: bool) -> Plan:
         processes=_processes(root, run_id, runs),
         removed=(*_parts_of(folder), *(() if retain_data else data)),
         retained=tuple(data) if retain_data else (),
+        elsewhere=_elsewhere(root),
     )
 
 
@@ -97,6 +100,8 @@ def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
     items = {name: _own_in(root / name, what, names, known) for name, (what, names) in ROOT_FOLDERS.items()}
     has_token = (root / "control.token").exists()
     files = [item for name, what in ROOT_FILES.items() if has_token for item in _items(what, root / name)]
+    # Last: it says where the rest is.
+    record = _items("which backend it is on", root / RECORD)
     of_runs, data = items.pop("runs"), items.pop("bucket")
     last = [item for own in items.values() for item in own]
     return Plan(
@@ -104,9 +109,15 @@ def plan_for_all(root: Path, *, retain_data: bool) -> Plan:
         runs=runs,
         run_id=None,
         processes=_processes(root, None, runs),
-        removed=(*of_runs, *(() if retain_data else data), *files, *last),
+        removed=(*of_runs, *(() if retain_data else data), *files, *last, *record),
         retained=tuple(data) if retain_data else (),
+        elsewhere=_elsewhere(root),
     )
+
+
+def _elsewhere(root: Path) -> str | None:
+    remote = remote_of(root)
+    return None if remote is None else remote.place
 
 
 def _own_in(folder: Path, what: str, names: re.Pattern[str], known: Set[str]) -> list[Item]:

@@ -26,6 +26,7 @@ from turnmill.config import Config, Resolved, base_model_of, from_dict, load_con
 from turnmill.config.values import suggest
 from turnmill.conversation.hosting import serve
 from turnmill.conversation.proxy import create_app
+from turnmill.conversation.serving import reserved_port
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import Environment, load
 from turnmill.errors import Cancelled, ConfigError, Conflict, DataError, InvalidInput, TurnmillError
@@ -47,6 +48,8 @@ from turnmill.wiring.running.measuring import play
 from turnmill.wiring.running.quarantine import is_sidecars, quarantine
 from turnmill.wiring.running.redriving import give_up_redriven
 from turnmill.wiring.running.walking import walk_monitored
+
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,23 +223,50 @@ def hash_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Proxy:
+    """Where the proxy of a run is."""
+
+    url: str
+    # Raises what ended it, where it is in this process; else its role's death says so.
+    check: Callable[[], None]
+    # Of its process, where it has one of its own.
+    env: Mapping[str, str] | None = None
+
+
+@asynccontextmanager
+async def _hosted_proxy(ports: RunPorts, run: Run, config: Config) -> AsyncIterator[_Proxy]:
+    """In this process: whoever has the run's files has nothing to gain from another one."""
+    sessions = Sessions(ports, run=run, config=config)
+    async with sessions, serve(create_app(sessions)) as port:
+        sessions.base_url = f"http://{_HOST}:{port}"
+        yield _Proxy(url=sessions.base_url, check=sessions.check)
+
+
+@asynccontextmanager
+async def _proxy_apart() -> AsyncIterator[_Proxy]:
+    """In a process of its own, which a stage starts once the run's queues are there; on this port however often."""
+    with reserved_port(_HOST) as port:
+        url = f"http://{_HOST}:{port}"
+        yield _Proxy(url=url, check=lambda: None, env={variables.PROXY_URL: url})
+
+
 @asynccontextmanager
 async def open_control(root: Path, run: Run, config: Config, token: str) -> AsyncIterator[StageContext]:
     """The parts of a control process, for the stages of its run; all are closed in reverse."""
-    ports = backend_of(root).open_run(run.run_id, num_replicas=config.generation_replicas)
+    backend = backend_of(root)
+    ports = backend.open_run(run.run_id, num_replicas=config.generation_replicas)
     launcher = ProcessLauncher(root)
     meter = Meter(ports.records, run, root=root)
     evaluations = BackgroundEvaluations(partial(play, ports, run, config, meter))
-    sessions = Sessions(ports, run=run, config=config)
     background = Background()
+    hosting = _hosted_proxy(ports, run, config) if backend.hosts_proxy else _proxy_apart()
     try:
         await meter.start()
-        async with sessions, serve(create_app(sessions)) as port:
-            url = f"http://127.0.0.1:{port}"
-            sessions.base_url = url
+        async with hosting as proxy:
             worker_env = {
                 variables.WORKER_TOKEN: token,
-                variables.PROXY_URL: url,
+                variables.PROXY_URL: proxy.url,
                 variables.WORKER_CONFIG: json.dumps(to_dict(config)),
             }
             try:
@@ -252,7 +282,8 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     give_up_redriven=partial(give_up_redriven, ports.records, run.run_id),
                     claim=partial(_claim, ports, run),
                     worker_env=worker_env,
-                    check=sessions.check,
+                    proxy_env=proxy.env,
+                    check=proxy.check,
                     meter=meter,
                 )
             finally:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, open_channels, secrets_of
+from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, secrets_of
 from turnmill.backends.embedded import only_one
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict
 from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import alert_channels, backend_of
 from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ async def open_alarms(root: Path) -> AsyncIterator[Dispatcher]:
     settings = load_deployment(root, os.environ).alerts
     records = backend_of(root).open_records()
     redactor = Redactor([*secrets_of(settings)])
-    dispatcher = Dispatcher(Feed(records), open_channels(settings), redactor=redactor, command=command(root, "alerts"))
+    dispatcher = Dispatcher(
+        Feed(records), alert_channels(root, settings), redactor=redactor, command=command(root, "alerts")
+    )
     # Released in reverse: the turn, when nothing is delivered any more, then the records.
     with ExitStack() as stack:
         stack.callback(records.close)

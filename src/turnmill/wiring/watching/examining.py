@@ -251,6 +251,7 @@ def _needed(stores: _Stores) -> list[str]:
         handles = {name: stage.handle for name, stage in stages.items()}
         started = [
             *handles.get("StartGeneration", {}).get("replicas", []),
+            *handles.get("StartRewardWorkers", {}).get("proxies", []),
             *handles.get("StartRewardWorkers", {}).get("workers", []),
         ]
         preflight = stages.get("Preflight")

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from turnmill.errors import NotFound
 from turnmill.ports import Queue, RecordStore, RunPorts, Stored
 from turnmill.records import (
     DELIVERY_DEAD_LETTER_PREFIX,
@@ -110,8 +112,12 @@ class DeadMessages:
         }
 
     async def counts(self) -> dict[str, int]:
-        """See `Source.counts`."""
-        return {where: (await queue.counts()).dead for where, queue in self._queues.items()}
+        """See `Source.counts`; none of a queue that a stage has not made yet."""
+        found: dict[str, int] = {}
+        for where, queue in self._queues.items():
+            with suppress(NotFound):
+                found[where] = (await queue.counts()).dead
+        return found
 
     async def letter(self, where: str) -> Letter | None:
         """See `Source.letter`: the first one, since a queue gives them in that order."""
