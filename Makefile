@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-aws check format test test-control-plane verify faults bench bench-peers docs clean
+.PHONY: install demo demo-aws check format test test-aws test-control-plane verify faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,11 @@ test: install
 # What the control plane promises, on real processes: minutes. It ends with the figures; `make verify` runs it too.
 test-control-plane: install
 	$(BIN)/pytest -n 2 tests/control_plane tests/unit/alerts tests/contracts/test_notifier_contract.py $(TEST_ARGS)
+
+# What runs on AWS services promise, on an emulator: every adapter, stacks, functions, whole runs, faults. It ends with the
+# figures; `make verify` runs it too.
+test-aws: install
+	$(BIN)/pytest -n 2 tests/aws tests/contracts $(TEST_ARGS)
 
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).

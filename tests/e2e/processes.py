@@ -85,9 +85,9 @@ class Running:
         os.kill(pid, signal.SIGKILL)
         return int(pid)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for the end; the JSON line of a run that succeeded."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
+        out, err = self.process.communicate(timeout=patience_s)
         assert self.process.returncode == 0, f"exit code {self.process.returncode}\n{out}\n{err}"
         figures: dict[str, Any] = json.loads(out.splitlines()[-1])
         return figures
