@@ -130,10 +130,14 @@ def test_a_proxy_that_is_killed_comes_back_where_its_workers_look_for_it(root: P
     check_accounting(root, figures)
 
 
-def test_a_run_is_cancelled_from_another_process(root: Path) -> None:
+def test_a_run_is_examined_and_cancelled_from_another_process(root: Path) -> None:
     with started(root, "run", max_steps="50") as running:
         wait_for("a step", lambda: num_steps(root) >= 1, running.process)
         run_id = look_at_runs(root)[0].run_id
+        seen = turnmill(root, "doctor", run_id)
+        assert seen["verdict"] == "progressing", seen
+        alive = {process["name"] for process in seen["processes"] if process["state"] == "alive"}
+        assert alive == {"control", "proxy", "worker-0", "replica-0", "trainer"}
         assert turnmill(root, "cancel", run_id)["status"] == "cancelled"
         running.process.communicate(timeout=60)
     assert look_at_run(root, run_id).status is RunStatus.CANCELLED

@@ -1,4 +1,8 @@
-"""A whole run behind a proxy that throttles, refuses, loses answers, doubles deliveries and ends leases."""
+"""A whole run behind a proxy that throttles, refuses, loses answers, doubles deliveries and ends leases.
+
+It takes its time: the emulator knows no attempt ids of receives, by which SQS gives the messages of a lost answer
+again, so that each of them is hidden until its lease ends.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +15,13 @@ from tests.aws.service_proxy import Faults, running_proxy
 from tests.aws.test_run_on_aws import root as root  # the deployment that those runs have
 from tests.aws.test_run_on_aws import started
 from tests.e2e.accounts import check_accounting, check_steps
+from tests.e2e.house import accounted
+from tests.e2e.processes import read_records
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.emf import REWARD_MEAN
 from turnmill.backends.aws.metrics import read_emf
 from turnmill.backends.aws.settings import AwsSettings
+from turnmill.records import InvalidReason
 from turnmill.wiring.backend import backend_of
 
 FAULTS = Faults(
@@ -53,6 +60,10 @@ def test_a_run_is_exact_whatever_the_services_do(
     assert figures["steps"] == 4
     check_accounting(root, figures)
     check_steps(root, figures)
+    ends = accounted(read_records(root, figures["run_id"])[0])
+    record_property("figure", f"ends of rollouts: {ends}")
+    num_lost = ends.get(f"invalid:{InvalidReason.INFRA}", 0)
+    assert num_lost <= sum(ends.values()) / 10, "most rollouts survive the faults"
     # The log of metrics may tell twice what was recorded once, and never anything else.
     recorded = {
         metric.step: metric.values[REWARD_MEAN] for metric in backend_of(root).reader(figures["run_id"]).metrics()
