@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from turnmill.backends.aws.settings import AwsSettings
 from turnmill.records import Run, RunKind, RunStatus, decode, run_key
 from turnmill.wiring.event_loop import run_loop
 
-RUN = "commanded"
+RUN, CONFIG = "commanded", "parameters.toml"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,11 @@ def test_a_run_is_begun_once_changed_and_ended_without_a_rest(settings: AwsSetti
     assert shown[0] == f"{first['outputs']['ProxyFunctionUrl'].rstrip('/')} sigv4"
     assert json.loads(shown[1])["max_attempts"] == 2
 
+    told = turnmill(
+        tmp_path, "begin", RUN, "--deployment", "commands", "--no-dependencies", "--max-attempts", "2"
+    ).stdout
+    assert first["trainer"]["generate_request_sqs_url"] in told and "--new-token makes another" in told
+
     # The same again changes nothing but what was said otherwise.
     second = begin(tmp_path, "--max-attempts", "4")
     assert (second["outputs"], second["worker_env"]) == (first["outputs"], None)
@@ -97,12 +103,30 @@ def test_a_run_is_begun_once_changed_and_ended_without_a_rest(settings: AwsSetti
         (("begin", "x" * 33, "--deployment", "commands"), "33 characters"),
         (("begin", "of-nobody", "--deployment", "nowhere"), "turnmill deploy --name nowhere"),
         (("begin", "fine", "--deployment", "commands", "--max-attempts", "0"), "max-attempts"),
+        (("begin", "fine", "--deployment", "commands", "--config", CONFIG), "lr (parameters.toml)"),
         (("end", "of-nobody", "--deployment", "nowhere", "--yes"), "turnmill deploy --name nowhere"),
     ],
 )
 def test_what_can_not_be_is_told_before_anything_is_made(
     settings: AwsSettings, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
+    (tmp_path / CONFIG).write_text("lr = 0.1\n")
     assert said in turnmill(tmp_path, *arguments, code=2).stderr
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [CONFIG]
     assert os.environ["AWS_ENDPOINT_URL"] == settings.endpoint_url
+
+
+@pytest.mark.slow
+def test_the_functions_of_a_deployment_with_a_key_of_its_own_may_use_it(emulator: Emulator, tmp_path: Path) -> None:
+    settings = emulator.settings("keyed")
+    clients = AwsClients(settings)
+    key = clients.call_now("kms", "create_key")["KeyMetadata"]["Arn"]
+    bucket = run_loop(deploy_deployment(clients, replace(settings, kms_key=key), lambda _: None))["BucketName"]
+    # The emulator's CloudFormation leaves this out.
+    rule = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": key}}
+    encryption = {"Rules": [rule]}
+    clients.call_now("s3", "put_bucket_encryption", Bucket=bucket, ServerSideEncryptionConfiguration=encryption)
+    turnmill(tmp_path, "begin", "keyed-run", "--deployment", "keyed", "--no-dependencies")
+    stored = json.dumps(clients.call_now("cloudformation", "get_template", StackName="keyed-run")["TemplateBody"])
+    assert "kms:Decrypt" in stored and key in stored
+    clients.close()

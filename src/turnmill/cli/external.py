@@ -17,7 +17,7 @@ from turnmill.cli.deploy import require_extra
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import json_option
 from turnmill.cli.view import PlainConsole, say
-from turnmill.config import load_config, parameter_names
+from turnmill.config import EXTERNAL_PARAMETERS, load_config, parameter_names
 from turnmill.errors import Cancelled, InvalidInput
 from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from turnmill.wiring.running.external import ExternalBegun
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What a run whose weights are somebody else's reads.
-READ = frozenset(
-    "env env_args max_concurrent_rollouts training_timeout call_timeout_s worker_lease_s max_attempts max_new_tokens "
-    "temperature".split()
-)
 # The trainer's names of what the stack says.
 _TRAINER_KEYS = {
     "rollout_request_arn": "RolloutFunctionArn",
@@ -71,7 +66,7 @@ def deployment_options(command: F) -> F:
 @click.option("--new-token", is_flag=True, help="Its workers need another token from now on.")
 @click.option("--no-dependencies", is_flag=True, help="Pack no other packages: an emulator has them.")
 @json_option("Print one object. Progress goes to standard error.")
-@config_options(without=frozenset(parameter_names()) - READ)
+@config_options(without=frozenset(parameter_names()) - EXTERNAL_PARAMETERS)
 def begin(
     run_id: str,
     deployment: str,

@@ -17,8 +17,8 @@ from turnmill.backends.aws.infra import RunResources, StackRunInfra
 from turnmill.backends.aws.large_values import LargeValues
 from turnmill.backends.aws.records import DynamoRecordStore
 from turnmill.backends.aws.settings import AwsSettings, check_stack_name
-from turnmill.config import Resolved, to_dict
-from turnmill.errors import Conflict, InvalidInput
+from turnmill.config import EXTERNAL_PARAMETERS, Resolved, to_dict
+from turnmill.errors import ConfigError, Conflict, InvalidInput
 from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunKind, RunStatus, decode, encode, run_key
 from turnmill.wiring.running.control import hash_of, new_token
@@ -51,10 +51,14 @@ async def begin_external(
     """Begin the run, or bring one that goes on to these parameters and callers.
 
     `has_new_token`: its workers need another token from now on. Raises `InvalidInput` for an id that is no name for a
-    stack, that another kind of run has, or one that has ended, and as `StackRunInfra.deploy` does.
+    stack, that another kind of run has, or one that has ended, for a parameter that such a run does not read, and as
+    `StackRunInfra.deploy` does.
     """
+    _check_parameters(resolved)
     check_stack_name(run_id)
-    records = await _records(clients, settings)
+    bucket = await bucket_of(clients, settings)
+    records = _records(clients, settings, bucket)
+    settings = replace(settings, kms_key=await _key_of(clients, bucket))
     known, version = await _find(records, run_id)
     if known is not None and known.status.is_final:
         raise InvalidInput(f"run {run_id} has ended ({known.status}): begin another one, under another name")
@@ -83,17 +87,35 @@ async def begin_external(
 
 async def end_external(clients: AwsClients, settings: AwsSettings, run_id: str, *, tell: Tell = lambda _: None) -> None:
     """End the run, and remove all of it but its record: queues, table, functions, and what it stored."""
-    records = await _records(clients, settings)
+    records = _records(clients, settings, await bucket_of(clients, settings))
     run, version = await _find(records, run_id)
     if run is not None and not run.status.is_final:
         await _write(records, replace(run, status=RunStatus.SUCCEEDED, ended_at=time.time()), version)
     await _infra(clients, settings, run_id, tell).delete()
 
 
-async def _records(clients: AwsClients, settings: AwsSettings) -> RecordStore:
-    """The deployment's; raises `InvalidInput` where there is no such deployment."""
-    bucket = await bucket_of(clients, settings)
+def _check_parameters(resolved: Resolved) -> None:
+    unread = [
+        f"{name} ({source})"
+        for name, source in resolved.sources.items()
+        if source != "default" and name not in EXTERNAL_PARAMETERS
+    ]
+    if unread:
+        known = ", ".join(sorted(EXTERNAL_PARAMETERS))
+        raise ConfigError(f"{', '.join(unread)}: a run whose trainer is somebody else's reads nothing but {known}")
+
+
+def _records(clients: AwsClients, settings: AwsSettings, bucket: str) -> RecordStore:
+    """The deployment's."""
     return DynamoRecordStore(clients, settings.table, overflow=LargeValues(clients, bucket, "records/"))
+
+
+async def _key_of(clients: AwsClients, bucket: str) -> str | None:
+    """The KMS key that the bucket encrypts with, which the functions have to be given; None where it is S3's."""
+    answer = await clients.call("s3", "get_bucket_encryption", Bucket=bucket)
+    (rule,) = answer["ServerSideEncryptionConfiguration"]["Rules"]
+    key: str | None = rule["ApplyServerSideEncryptionByDefault"].get("KMSMasterKeyID")
+    return key
 
 
 async def _find(records: RecordStore, run_id: str) -> tuple[Run | None, int]:
