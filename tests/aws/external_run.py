@@ -87,20 +87,16 @@ class ExternalRun:
         }
         return self._role("worker", name, environ)
 
+    def write_backend_json(self) -> None:
+        """By it commands, and roles that are not workers, find the deployment from the folder."""
+        place = {"name": self.settings.name, "region": self.settings.region, "account": ACCOUNT}
+        content = {"type": "aws", **place, "endpoint_url": self.emulator.url}
+        (self.root / "backend.json").write_text(json.dumps(content))
+
     @contextmanager
     def container(self, name: str) -> Iterator[str]:
         """`turnmill role proxy`, as a container runs it; yields where it serves."""
-        (self.root / "backend.json").write_text(
-            json.dumps(
-                {
-                    "type": "aws",
-                    "name": self.settings.name,
-                    "region": self.settings.region,
-                    "account": ACCOUNT,
-                    "endpoint_url": self.emulator.url,
-                }
-            )
-        )
+        self.write_backend_json()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         url = f"http://localhost:{address.rpartition(':')[2]}"

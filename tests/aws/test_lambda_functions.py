@@ -134,6 +134,25 @@ def test_the_proxy_of_a_run_without_a_record_says_so(emulator: Emulator, tmp_pat
     assert external.run.run_id in json.loads(body)["error"]["message"]
 
 
+def test_the_functions_of_a_run_that_was_cancelled_say_so(emulator: Emulator, tmp_path_factory: Any) -> None:
+    root = tmp_path_factory.mktemp("cancelled")
+    external = begin_external_run(emulator, "cancelled", CONFIG, root)
+    external.write_backend_json()
+    command = [sys.executable, "-m", "turnmill", "cancel", external.run.run_id, "--root", str(root)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    refused = peer.Trainer(external.place).ask(peer.rollout_request("late_0", TASK))
+    assert (refused["status"], refused["error"]["message"]) == ("refused", "run cancelled-run has ended: cancelled")
+
+    async def lease() -> None:
+        async with signed(external) as session:
+            await RolloutApi(session, external.proxy_url, external.worker_token).lease(
+                worker="w", max_rollouts=1, wait_s=0
+            )
+
+    with pytest.raises(InvalidInput, match="has ended: cancelled"):
+        run_loop(lease())
+
+
 def test_an_instance_learns_of_another_worker_token(external: ExternalRun) -> None:
     code = (
         "import types, sys\n"

@@ -70,7 +70,7 @@ def _alert_of(sample: SampleRecord) -> Alert:
     return new_alert(
         AlertKind.ROLLOUT_FAILED,
         f"rollout {name} of run {sample.run_id} was given up after {sample.attempt} attempts: {sample.reason}",
-        command=f"turnmill dlq list {sample.run_id}",
+        command=f"turnmill dlq list --run {sample.run_id}",
         run_id=sample.run_id,
         error=sample.detail,
         conversation=sample.key,

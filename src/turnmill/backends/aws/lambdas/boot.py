@@ -88,7 +88,8 @@ class Instance(Generic[T]):
     async def begin(self, context: Context) -> T:
         """What an invocation works with: made of the run as its record is now, or was a moment ago.
 
-        Raises `NotFound` for no such run, `BackendUnavailable`. What is logged from here on is about the invocation.
+        Raises `NotFound` for no such run, `InvalidInput` for one that has ended, `BackendUnavailable`. What is logged
+        from here on is about the invocation.
         """
         log_at(context.aws_request_id)
         if self._made is None or time.monotonic() - self._read_at >= self._renew_s:
@@ -106,13 +107,16 @@ class Instance(Generic[T]):
         (stored,) = await ports.runs.get([run_key(self._run_id)])
         if stored is None:
             raise NotFound(f"run {self._run_id!r} of deployment {self._settings.name!r} has no record")
-        self._read_at = time.monotonic()
         if self._made is not None and stored.version == self._version:
+            self._read_at = time.monotonic()
             return self._made
-        self._version = stored.version
         run = decode(stored.value, Run)
+        if run.status.is_final:
+            raise InvalidInput(f"run {run.run_id} has ended: {run.status}")
         notifier = backend.notifier(backend.topic, "sns")
-        return self._make(Opened(run=run, config=from_dict(run.config), ports=ports, notifier=notifier))
+        made = self._make(Opened(run=run, config=from_dict(run.config), ports=ports, notifier=notifier))
+        self._version, self._read_at = stored.version, time.monotonic()
+        return made
 
 
 class NoWeights:

@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 def handler(event: Event, context: Context) -> dict[str, Any]:
     """Have one rollout played; raises where the backend can't be reached, so that the caller tries again."""
-    return _function().run(context, partial(_ask, event))
+    try:
+        return _function().run(context, partial(_ask, event))
+    except InvalidInput as error:
+        logger.error("a rollout request was refused: %s", error)
+        return {"version": PROTOCOL_VERSION, "status": "refused", "error": _error(error)}
 
 
 @cache
@@ -30,11 +34,7 @@ def _function() -> Instance[Opened]:
 
 
 async def _ask(event: Event, opened: Opened) -> dict[str, Any]:
-    try:
-        sample = await open_occurrence(opened.ports, opened.run, opened.config, event)
-    except InvalidInput as error:
-        logger.error("a rollout request was refused: %s", error)
-        return {"version": PROTOCOL_VERSION, "status": "refused", "error": _error(error)}
+    sample = await open_occurrence(opened.ports, opened.run, opened.config, event)
     logger.info("a rollout was asked for", extra={"at": sample.key})
     return {"version": PROTOCOL_VERSION, "status": "accepted", "sample_id": sample.wire_id}
 
