@@ -133,10 +133,11 @@ class ExternalRun:
             group = self.names.log_group(function)
             streams = clients.call_now("logs", "describe_log_streams", logGroupName=group)["logStreams"]
             for stream in streams:
-                events = clients.call_now(
-                    "logs", "get_log_events", logGroupName=group, logStreamName=stream["logStreamName"]
-                )["events"]
-                lines += [event["message"] for event in events]
+                where = {"logGroupName": group, "logStreamName": stream["logStreamName"], "startFromHead": True}
+                page = clients.call_now("logs", "get_log_events", **where)
+                while page["events"]:
+                    lines += [event["message"] for event in page["events"]]
+                    page = clients.call_now("logs", "get_log_events", **where, nextToken=page["nextForwardToken"])
         clients.close()
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.aws import peer
-from tests.aws.emulator import Emulator
+from tests.aws.emulator import Emulator, running_emulator
 from tests.aws.external_run import ExternalRun, begin_external_run
 from tests.aws.service_proxy import RunningProxy, running_proxy
 from turnmill import assets
@@ -179,6 +179,31 @@ def test_what_the_functions_log_is_json_with_run_and_role_and_holds_no_secret(ex
     assert external.worker_token not in external.function_logs()
 
 
+def test_the_roles_of_the_functions_allow_all_that_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    tasks: list[dict[str, Any]],
+    words: list[str],
+) -> None:
+    asked = {f"strict-{index:03d}_0": tasks[index] for index in range(6)}
+    broken = {"prompt": "Guess the five-letter word.", "answer": "no word at all"}
+    with running_emulator(tmp_path_factory.mktemp("strict"), {"AUTH": "true"}) as strict:
+        for name, value in strict.environ.items():
+            monkeypatch.setenv(name, value)
+        external = begin_external_run(strict, "strict", CONFIG, tmp_path_factory.mktemp("strict-run"))
+        _fit_policies(external)
+        alerts, trainer = _subscribed(external), peer.Trainer(external.place)
+        with peer.Generator(place=external.place, words=words), external.worker("worker-g"):
+            for sample_id, task in [*asked.items(), ("strict-broken_0", broken)]:
+                _accepted(trainer.ask(peer.rollout_request(sample_id, task)), sample_id)
+            assert trainer.collect(lambda: len(trainer.responses) == len(asked) + 1, patience_s=PATIENCE_S), _missing(
+                external
+            )
+            _check_occurrence(external, trainer, asked, index=0)
+        assert [alert["alert"]["kind"] for alert in alerts()] == ["rollout_failed"]
+        assert "AccessDenied" not in external.function_logs()
+
+
 # ---------------------------------------------------------------- what is checked
 
 
@@ -213,6 +238,28 @@ def _earned(external: ExternalRun, sample: SampleRecord, answer: str) -> float:
     return 1.0 if said[-1] == answer else 0.0
 
 
+def _fit_policies(external: ExternalRun) -> None:
+    """To what the emulator does otherwise than AWS.
+
+    On AWS the right to send a message is the right to send ten; the emulator asks for one of another name. And it
+    speaks plain HTTP, which the topic refuses.
+    """
+    clients = AwsClients(external.settings)
+    actions = [f"sqs:{action}Batch" for action in ("ChangeMessageVisibility", "DeleteMessage", "SendMessage")]
+    statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    for role in clients.call_now("iam", "list_roles", PathPrefix=external.names.role_path)["Roles"]:
+        name = role["RoleName"]
+        clients.call_now("iam", "put_role_policy", RoleName=name, PolicyName="batches", PolicyDocument=document)
+    topic = clients.call_now("sns", "create_topic", Name=external.settings.topic)["TopicArn"]
+    policy = json.loads(clients.call_now("sns", "get_topic_attributes", TopicArn=topic)["Attributes"]["Policy"])
+    policy["Statement"] = [each for each in policy["Statement"] if each["Sid"] != "TlsOnly"]
+    clients.call_now(
+        "sns", "set_topic_attributes", TopicArn=topic, AttributeName="Policy", AttributeValue=json.dumps(policy)
+    )
+    clients.close()
+
+
 def _missing(external: ExternalRun) -> str:
     states = {
         f"{sample_id}: {sample.state}/{sample.attempt} {sample.detail or ''}"
@@ -235,6 +282,10 @@ def _subscribed(external: ExternalRun) -> Any:
     topic = clients.call_now("sns", "create_topic", Name=external.settings.topic)["TopicArn"]
     url = clients.call_now("sqs", "create_queue", QueueName=f"{external.settings.name}-told")["QueueUrl"]
     arn = clients.call_now("sqs", "get_queue_attributes", QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]
+    principal = {"Service": "sns.amazonaws.com"}
+    statement = {"Effect": "Allow", "Principal": principal, "Action": "sqs:SendMessage", "Resource": arn["QueueArn"]}
+    policy = {"Policy": json.dumps({"Version": "2012-10-17", "Statement": [statement]})}
+    clients.call_now("sqs", "set_queue_attributes", QueueUrl=url, Attributes=policy)
     attributes = {"RawMessageDelivery": "true"}
     clients.call_now(
         "sns", "subscribe", TopicArn=topic, Protocol="sqs", Endpoint=arn["QueueArn"], Attributes=attributes
