@@ -23,6 +23,8 @@ VARIABLES = {
     "TURNMILL_WORKER_TOKEN": "secret that a worker shows to the proxy",
     "TURNMILL_WORKER_CONFIG": "parameters of the run, as a worker gets them",
     "TURNMILL_PROXY_URL": "where a worker finds the proxy",
+    "TURNMILL_PROXY_AUTH": "`sigv4`: a worker signs its requests to the proxy, as the URL of a function wants it",
+    "TURNMILL_PROXY_LISTEN": "HOST:PORT at which a proxy listens, where that is not what its URL says",
     "TURNMILL_SERVE_TOKEN": "what clients of `turnmill serve` must show as their API key",
     "TURNMILL_LOG_FORMAT": "`text` (default), or `json`: the logs of a run's roles as one JSON object a line, with ids",
     "TURNMILL_FAILPOINTS": "for tests: folder whose files name the points at which a process is killed or waits",

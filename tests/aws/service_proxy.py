@@ -219,7 +219,8 @@ async def serve(upstream: str, folder: Path, faults: Faults) -> None:
         proxy = ServiceProxy(upstream, faults, session)
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", proxy.handle)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=False)
+        # Whoever waits for a message when it ends waits in vain.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=False, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

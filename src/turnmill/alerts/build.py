@@ -16,6 +16,7 @@ SEVERITIES = {
     AlertKind.CRASH_LOOP: Severity.CRITICAL,
     AlertKind.DEAD_LETTERS_GROWING: Severity.WARNING,
     AlertKind.IGNORED_UPLOAD: Severity.INFO,
+    AlertKind.ROLLOUT_FAILED: Severity.ERROR,
     AlertKind.ALERTS_HELD: Severity.WARNING,
 }
 # Characters.

@@ -12,6 +12,7 @@ from turnmill.cli.deploy import deploy
 from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
 from turnmill.cli.errors import SectionedGroup
+from turnmill.cli.external import external
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
 from turnmill.cli.retry import retry
@@ -22,7 +23,7 @@ from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
 SECTIONS = {
-    "Train": (demo, data, run, up, upload, cancel, resume, retry, deploy),
+    "Train": (demo, data, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
     "Look": (runs, status, watch, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),

@@ -5,6 +5,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
 
 PREFIX = "TURNMILL_"
+# Those that mean something where trainer, weights and generation are somebody else's.
+EXTERNAL_PARAMETERS = frozenset(
+    "env env_args max_concurrent_rollouts training_timeout call_timeout_s worker_lease_s max_attempts max_new_tokens "
+    "temperature".split()
+)
 
 
 def param(

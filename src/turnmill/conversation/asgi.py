@@ -1,6 +1,6 @@
 """What the applications over HTTP have in common: bodies, bearer tokens, and which error is which status."""
 
-from turnmill.conversation.exchange import Receive, Scope
+from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.errors import (
     BackendUnavailable,
     CallTimeout,
@@ -67,6 +67,13 @@ _STATUSES: tuple[tuple[type[TurnmillError], int, str, str], ...] = (
 def refusal(status: int, code: str, message: str) -> HttpError:
     """Of a request that can't be served as it is."""
     return HttpError(status=status, type="invalid_request_error", code=code, message=message)
+
+
+async def send_json(send: Send, status: int, body: bytes) -> None:
+    """The whole answer."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def read_body(receive: Receive) -> bytes:

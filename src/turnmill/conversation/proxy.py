@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, to_http, until_disconnect
+from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, send_json, to_http, until_disconnect
 from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
@@ -77,9 +77,7 @@ class App:
             elif isinstance(error, BackendUnavailable):
                 self.sessions.fail(error)
             status, body = answer.status, answer.body()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_json(send, status, body)
 
     async def _dispatch(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         path, method = scope["path"], scope["method"]

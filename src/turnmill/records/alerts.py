@@ -21,6 +21,8 @@ class AlertKind(StrEnum):
     CRASH_LOOP = "crash_loop"
     DEAD_LETTERS_GROWING = "dead_letters_growing"
     IGNORED_UPLOAD = "ignored_upload"
+    # Of a run whose trainer is somebody else's: nobody else watches it.
+    ROLLOUT_FAILED = "rollout_failed"
     # Of the alerts themselves: so many were kept back from a channel by its rate limit.
     ALERTS_HELD = "alerts_held"
 

@@ -9,7 +9,7 @@ are on this machine (`local_compute`).
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,8 @@ from turnmill.config.backends import BackendSettings, BackendType
 from turnmill.config.deployment import FILE, AlertChannel, AlertChannelType, load_backend
 from turnmill.config.values import suggest
 from turnmill.errors import ConfigError, InvalidInput, NotFound, RecordCorrupt, printable
-from turnmill.ports import Backend, Notifier
+from turnmill.ports import Backend, Notifier, RunPorts
+from turnmill.records import SampleRecord
 from turnmill.wiring.local_compute import LocalCompute
 from turnmill.wiring.variables import BACKEND
 
@@ -49,6 +50,10 @@ class Remote(Protocol):
 
     def notifier(self, topic: str, name: str) -> Notifier:
         """A channel to the topic of this name or ARN."""
+        ...
+
+    def open_external_run(self, run_id: str) -> RunPorts:
+        """The ports of a run whose trainer and generator are somebody else's."""
         ...
 
     async def remove_run(self, run_id: str, *, models: bool) -> None:
@@ -84,6 +89,26 @@ def remote_of(root: Path) -> Remote | None:
     """What of a deployment is outside of its folder; None for one that is in it as a whole."""
     record = _recorded(root)
     return None if record is None else _on_aws(root, record)
+
+
+def open_external_run(root: Path, run_id: str) -> RunPorts:
+    """The ports of a run whose trainer is somebody else's; raises `InvalidInput` for a deployment that has none."""
+    return _remote(root).open_external_run(run_id)
+
+
+def rollout_alarm(root: Path, ports: RunPorts) -> Callable[[SampleRecord], Awaitable[None]]:
+    """What is to be done with each sample of such a run that was given up: somebody is told."""
+    remote = _remote(root)
+    from turnmill.backends.aws.rollout_alarm import RolloutAlarm
+
+    return RolloutAlarm(ports.runs, remote.notifier(remote.topic, AlertChannelType.SNS.value)).tell
+
+
+def _remote(root: Path) -> Remote:
+    remote = remote_of(root)
+    if remote is None:
+        raise InvalidInput(f"the deployment in {root} is not on AWS, where the runs of external trainers are")
+    return remote
 
 
 def alert_channels(root: Path, settings: tuple[AlertChannel, ...]) -> list[Channel]:

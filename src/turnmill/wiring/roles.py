@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from turnmill import assets
 from turnmill.config import Config, from_dict
@@ -19,11 +18,11 @@ from turnmill.environment import load
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
-from turnmill.records import Purpose, Run
+from turnmill.records import Purpose, Run, RunKind
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import backend_of, open_external_run, rollout_alarm
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_validated
 
@@ -95,6 +94,7 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
         config=config,
         environment=load(config.env, config.env_args),
         stop=stop,
+        sign=variables.proxy_signer(),
     )
 
 
@@ -103,15 +103,20 @@ async def _proxy(root: Path, run_id: str, name: str, stop: asyncio.Event) -> Non
     from turnmill.conversation.hosting import serve
     from turnmill.conversation.proxy import create_app
     from turnmill.conversation.sessions import Sessions
+    from turnmill.conversation.shared import SharedSessions
 
-    url = os.environ.get(variables.PROXY_URL, "")
-    port = urlsplit(url).port
-    if port is None:
-        raise InvalidInput(f"a proxy needs {variables.PROXY_URL}, with a port, in its environment")
+    url, host, port = variables.proxy_place()
     async with _opened(root, run_id) as (run, config, ports):
+        if run.kind is RunKind.EXTERNAL:
+            shared = SharedSessions(ports, run=run, config=config, on_dead=rollout_alarm(root, ports))
+            shared.base_url = url
+            async with serve(create_app(shared), host=host, port=port):
+                logger.info("serving at %s", url)
+                await stop.wait()
+            return
         sessions = Sessions(ports, run=run, config=config)
         sessions.base_url = url
-        async with sessions, serve(create_app(sessions), port=port, is_reserved=True):
+        async with sessions, serve(create_app(sessions), host=host, port=port, is_reserved=True):
             logger.info("serving at %s", url)
             ended = asyncio.create_task(sessions.until_stopped(), name="proxy-ended")
             asked = asyncio.create_task(stop.wait(), name="proxy-stop")
@@ -140,7 +145,10 @@ async def _opened(root: Path, run_id: str) -> AsyncIterator[tuple[Run, Config, R
     finally:
         runs.close()
     config = from_dict(run.config)
-    ports = backend_of(root).open_run(run_id, num_replicas=config.generation_replicas)
+    if run.kind is RunKind.EXTERNAL:
+        ports = open_external_run(root, run_id)
+    else:
+        ports = backend_of(root).open_run(run_id, num_replicas=config.generation_replicas)
     try:
         yield run, config, ports
     finally:

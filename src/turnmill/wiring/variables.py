@@ -2,12 +2,18 @@
 backend."""
 
 import os
+from urllib.parse import urlsplit
 
-from turnmill.errors import ConfigError, printable
+from turnmill.conversation.http import Sign
+from turnmill.errors import ConfigError, InvalidInput, printable
 from turnmill.telemetry import FORMATS
 
 WORKER_TOKEN = "TURNMILL_WORKER_TOKEN"
 PROXY_URL = "TURNMILL_PROXY_URL"
+# How requests to the proxy are signed: `sigv4` for a function URL; empty for a proxy that asks for no signature.
+PROXY_AUTH, SIGV4 = "TURNMILL_PROXY_AUTH", "sigv4"
+# HOST:PORT at which a proxy listens, where that is not what its URL says: `0.0.0.0:8080` in a container.
+PROXY_LISTEN = "TURNMILL_PROXY_LISTEN"
 WORKER_CONFIG = "TURNMILL_WORKER_CONFIG"
 LOG_FORMAT = "TURNMILL_LOG_FORMAT"
 BACKEND = "TURNMILL_BACKEND"
@@ -19,3 +25,34 @@ def log_format() -> str:
     if form not in FORMATS:
         raise ConfigError(f"{LOG_FORMAT} = {printable(form)}: must be one of {', '.join(FORMATS)}")
     return form
+
+
+def proxy_place() -> tuple[str, str, int]:
+    """A proxy's URL, and the host and port at which it listens: those of its URL on this machine unless said otherwise.
+
+    Raises `InvalidInput` where one of them is missing or is none.
+    """
+    url, listen = os.environ.get(PROXY_URL, ""), os.environ.get(PROXY_LISTEN)
+    try:
+        port = urlsplit(f"//{listen}" if listen else url).port
+        host = urlsplit(f"//{listen}").hostname if listen else "127.0.0.1"
+    except ValueError:
+        host = port = None
+    if not url or host is None or port is None:
+        raise InvalidInput(
+            f"a proxy needs {PROXY_URL}, where workers reach it, in its environment; with a port, unless "
+            f"{PROXY_LISTEN}=HOST:PORT says where it listens"
+        )
+    return url.rstrip("/"), host, port
+
+
+def proxy_signer() -> Sign | None:
+    """What signs a worker's requests to the proxy; raises `ConfigError` for a way that is not known."""
+    way = os.environ.get(PROXY_AUTH)
+    if not way:
+        return None
+    if way != SIGV4:
+        raise ConfigError(f"{PROXY_AUTH} = {printable(way)}: must be {SIGV4}, or empty")
+    from turnmill.backends.aws.signing import RequestSigner
+
+    return RequestSigner()

@@ -9,7 +9,7 @@ Opening asks no service anything. All that is opened in a process shares the cli
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from turnmill.backends.aws import stacks
@@ -157,6 +157,10 @@ class AwsBackend:
             close=lambda: None,
             checkpoints=S3FolderStore(self._clients, self._bucket, f"{_prefix(run_id)}checkpoints/"),
         )
+
+    def open_external_run(self, run_id: str) -> RunPorts:
+        """The ports of a run whose trainer and generator are somebody else's, who have one generate_request."""
+        return replace(self.open_run(run_id, num_replicas=0), generate_request=[self._queue(run_id, GENERATE_REQUEST)])
 
     # ------------------------------------------------------------ readers
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from turnmill.errors import BackendUnavailable, Conflict, InvalidInput
 from turnmill.pipeline.engine import RunRecord
 from turnmill.ports import RecordStore, Write
-from turnmill.records import Run, RunStatus, cancel_key, encode
+from turnmill.records import Run, RunKind, RunStatus, cancel_key, encode
 from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import as_seen, until_left
 
@@ -119,7 +119,8 @@ async def ask(root: Path, run_id: str) -> Run:
         while True:
             record = await RunRecord.open(runs, run_id)
             run = as_seen(record.run)
-            if run.status is RunStatus.ACTIVE:
+            # One of an external trainer has no process that could be asked.
+            if run.status is RunStatus.ACTIVE and run.kind is not RunKind.EXTERNAL:
                 wish = {"asked_at": time.time()}
                 await runs.write([Write(key=cancel_key(run_id), value=encode(wish), expected=None)])
                 return run

@@ -95,6 +95,11 @@ async def _take_over(
 
 def check_run(run: Run, from_step: int | None) -> None:
     """Raise `InvalidInput` unless this run may go on from there, on the data that it began with."""
+    if run.kind is RunKind.EXTERNAL:
+        raise InvalidInput(
+            f"run {run.run_id} is of an external trainer and has no stages to go on with; while it is active, "
+            f"`turnmill external begin {run.run_id}` completes it"
+        )
     seen = as_seen(run)
     if seen.status is RunStatus.ACTIVE:
         raise InvalidInput(
