@@ -35,7 +35,15 @@ def clean(root: Path, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["remains"] == {name: [] for name in found["remains"]}
-    assert set(found["remains"]) == {"processes", "ports", "temporary_folders", "queues", "files", "records"}
+    assert set(found["remains"]) == {
+        "processes",
+        "ports",
+        "temporary_folders",
+        "queues",
+        "files",
+        "records",
+        "elsewhere",
+    }
     return found
 
 
