@@ -1,5 +1,6 @@
 """Who is told of rollouts that were given up, and how often."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,3 +122,14 @@ async def test_what_is_told_holds_no_chat_secret(records: SqliteRecordStore) -> 
     channel = Channel()
     await RolloutAlarm(records, channel).tell(given_up(0, detail="POST /a/0123456789abcdef0123/v1/chat failed"))
     assert channel.sent[0].error == "POST /a/***/v1/chat failed"
+
+
+async def test_of_several_processes_that_give_rollouts_up_at_once_one_tells_and_the_others_are_counted(
+    records: SqliteRecordStore,
+) -> None:
+    channel = Channel()
+    alarms = [RolloutAlarm(records, channel) for _ in range(8)]
+    await asyncio.gather(*(alarm.tell(given_up(number)) for number, alarm in enumerate(alarms)))
+    assert len(channel.sent) == 1
+    [alert] = await alerts_in(records)
+    assert alert.num_repeats == 7

@@ -30,14 +30,20 @@ class Feed:
     def __init__(self, records: RecordStore) -> None:
         self._records = records
 
-    async def add(self, alert: Alert) -> None:
+    async def add(self, alert: Alert, *, after: int | None = None) -> bool:
         """Record it with its deliveries, then as the last one of its deduplication key.
 
-        In this order: killed in between, an alert may come twice, and is never lost.
+        In this order: killed in between, an alert may come twice, and is never lost. `after`, where several processes
+        raise alerts, is the version that came with `last_seen`: False, and nothing recorded, where another alert of the
+        key came first.
         """
         await self._records.write([Write(key=alert.key, value=encode(alert), expected=0)])
         sighting = encode(Sighting(alert_id=alert.alert_id))
-        await self._records.write([Write(key=sighting_key(alert.dedup_key), value=sighting, expected=None)])
+        claim = Write(key=sighting_key(alert.dedup_key), value=sighting, expected=after)
+        [is_last] = await self._records.write([claim])
+        if not is_last:
+            await self._records.write([Write(key=alert.key, value=None, expected=None)])
+        return is_last
 
     async def get(self, alert_id: str) -> Alert:
         """Raises `NotFound`."""
@@ -48,12 +54,17 @@ class Feed:
 
     async def last(self, dedup_key: str) -> Alert | None:
         """The last alert of this key that is not resolved."""
+        alert, _ = await self.last_seen(dedup_key)
+        return alert
+
+    async def last_seen(self, dedup_key: str) -> tuple[Alert | None, int]:
+        """As `last`, with the version by which `add` tells whether another alert came in between."""
         [stored] = await self._records.get([sighting_key(dedup_key)])
         if stored is None:
-            return None
+            return None, 0
         [found] = await self._records.get([alert_key(decode(stored.value, Sighting).alert_id)])
         alert = None if found is None else decode(found.value, Alert)
-        return None if alert is None or alert.resolved_at is not None else alert
+        return None if alert is None or alert.resolved_at is not None else alert, stored.version
 
     async def update(self, alert_id: str, change: Callable[[Alert], Alert]) -> Alert:
         """Apply `change` by compare-and-set, again where another write came first; raises `NotFound`."""

@@ -2,9 +2,9 @@
 
     sample, all attempts used up -> the same alert within the hour? counted : recorded with its delivery -> SNS
 
-No control process watches an external run, so the proxy that gives a rollout up tells of it. Alerts are recorded
-where all others of the deployment are (`turnmill alerts`). One whose delivery fails stays pending, and is tried with
-the next rollout that is given up.
+No control process watches an external run, so the proxy that gives a rollout up tells of it; of several that do so at
+once the first one. Alerts are recorded where all others of the deployment are (`turnmill alerts`). One whose delivery
+fails, or whose process dies meanwhile, stays pending, and is tried with the next rollout that is given up.
 """
 
 import logging
@@ -21,6 +21,8 @@ from turnmill.telemetry import redact
 logger = logging.getLogger(__name__)
 # The same alert within it is counted instead of sent: an environment that always fails gives up thousands of rollouts.
 DEDUP_WINDOW_S = 3600.0
+# A delivery that nobody has tried is left to whoever recorded it for so long.
+_DELIVERING_S = 60.0
 
 
 class RolloutAlarm:
@@ -40,20 +42,24 @@ class RolloutAlarm:
             logger.error("nobody could be told of a rollout that was given up: %s", error, extra={"at": sample.key})
 
     async def _recorded(self, alert: Alert) -> Alert:
-        last = await self._feed.last(alert.dedup_key)
-        if last is not None and abs(alert.created_at - last.created_at) < DEDUP_WINDOW_S:
-            return await self._feed.update(last.alert_id, lambda it: replace(it, num_repeats=it.num_repeats + 1))
-        alert = replace(
-            presentable(alert, redact),
-            num_earlier=0 if last is None else last.num_repeats,
-            deliveries=(Delivery(channel=self._notifier.name, state=DeliveryState.PENDING),),
-        )
-        await self._feed.add(alert)
-        return alert
+        while True:
+            last, version = await self._feed.last_seen(alert.dedup_key)
+            if last is not None and abs(alert.created_at - last.created_at) < DEDUP_WINDOW_S:
+                return await self._feed.update(last.alert_id, lambda it: replace(it, num_repeats=it.num_repeats + 1))
+            told = replace(
+                presentable(alert, redact),
+                num_earlier=0 if last is None else last.num_repeats,
+                deliveries=(Delivery(channel=self._notifier.name, state=DeliveryState.PENDING),),
+            )
+            if await self._feed.add(told, after=version):
+                return told
 
     async def _deliver(self, alert: Alert) -> None:
         delivery = alert.delivery(self._notifier.name, DeliveryAction.TRIGGER)
         if delivery is None or delivery.state is not DeliveryState.PENDING:
+            return
+        if alert.num_repeats and not delivery.attempts and time.time() - alert.created_at < _DELIVERING_S:
+            # The process that recorded it is about to send it.
             return
         tried = replace(delivery, attempts=delivery.attempts + 1)
         try:
