@@ -105,7 +105,7 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [_handler(role, stream or sys.stderr, run_id, form)]
     root.setLevel(level)
-    for noisy in ("uvicorn.access", "httptools", "asyncio", "watchfiles", "botocore"):
+    for noisy in ("uvicorn.access", "httptools", "asyncio", "watchfiles"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

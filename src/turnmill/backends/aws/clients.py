@@ -65,6 +65,9 @@ class AwsClients:
     def __init__(self, settings: AwsSettings, *, max_tries: int = MAX_TRIES) -> None:
         self._settings = settings
         self._max_tries = max_tries
+        if (noisy := logging.getLogger("botocore")).level == logging.NOTSET:
+            # It tells of each client where its credentials were found.
+            noisy.setLevel(logging.WARNING)
         self._session = boto3.session.Session(region_name=settings.region)
         self._clients: dict[str, Any] = {}
         self._making = threading.Lock()
