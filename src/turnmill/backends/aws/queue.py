@@ -126,7 +126,7 @@ class SqsQueue:
     async def _bring(self, receive: "Callable[[_Handover], list[Leased]]") -> list[Leased]:
         handover = _Handover()
         try:
-            return await self._clients.run(partial(receive, handover))
+            return await self._clients.poll(partial(receive, handover))
         except asyncio.CancelledError:
             if brought := handover.abandon():
                 # Not on this loop: it may be about to end.

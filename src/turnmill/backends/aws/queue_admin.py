@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from turnmill.backends.aws.clients import Refused
 from turnmill.backends.aws.queue_bodies import Overflow, UnreadableBody, body_of, digest, group_of
-from turnmill.backends.aws.queue_requests import MAX_BATCH, Outgoing, QueueRequests, Received, give_back
+from turnmill.backends.aws.queue_requests import MAX_BATCH, BusyPurging, Outgoing, QueueRequests, Received, give_back
 from turnmill.errors import BackendUnavailable
 from turnmill.ports import DeadLetter, QueueCounts
 
@@ -42,11 +41,9 @@ def purge(queue: QueueRequests) -> int:
         num_held = sum(_counts(queue))
         try:
             queue.call("purge_queue")
-        except Refused as refused:
-            if "PurgeQueueInProgress" not in refused.code:
-                raise
+        except BusyPurging as busy:
             if time.monotonic() > give_up:
-                raise BackendUnavailable(f"{queue.name} can't be purged, others purge it all the time") from refused
+                raise BackendUnavailable(f"{queue.name} can't be purged, others purge it all the time") from busy
             time.sleep(_PURGE_PAUSE_S)
         else:
             return num_held
