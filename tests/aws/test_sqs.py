@@ -310,6 +310,17 @@ async def test_a_purge_waits_for_the_one_that_somebody_else_has_begun(
     assert proxy.counts["PurgeQueue"] == 2
 
 
+async def test_a_queue_is_drained_without_a_purge_that_goes_on_for_a_minute(proxied: OpenProxied) -> None:
+    proxy, queue = proxied()
+    await queue.send([message(str(number), "same" if number < 12 else "") for number in range(25)])
+    # The others of its group wait behind it.
+    [leased] = await queue.lease(max_messages=1, lease_s=2)
+    assert leased.body == b"0"
+    assert await queue.drain() == 25
+    assert (await queue.counts()).num_held == 0
+    assert proxy.counts["PurgeQueue"] == 0
+
+
 async def test_a_queue_that_is_not_there_is_named(clients: AwsClients) -> None:
     queue = open_queue(clients, "absent")
     with pytest.raises(NotFound, match=r"queue absent\.fifo does not exist"):

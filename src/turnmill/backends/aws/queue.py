@@ -31,7 +31,7 @@ from functools import partial
 from msgspec import structs
 
 from turnmill.backends.aws.clients import AwsClients
-from turnmill.backends.aws.queue_admin import DeadLetterQueue, count, purge
+from turnmill.backends.aws.queue_admin import DeadLetterQueue, count, drain, purge
 from turnmill.backends.aws.queue_bodies import Overflow, UnreadableBody, body_of, group_of, to_wire
 from turnmill.backends.aws.queue_requests import MAX_BATCH, MAX_VISIBILITY_S, QueueRequests, Received, give_back
 from turnmill.errors import BackendUnavailable, InvalidInput
@@ -103,6 +103,10 @@ class SqsQueue:
     async def purge(self) -> int:
         """See `ports.QueueAdmin.purge`. SQS allows one a minute: a second one waits for its turn."""
         return await self._clients.run(partial(purge, self._queue))
+
+    async def drain(self) -> int:
+        """Remove the messages of a queue that nobody uses now, and unlike a purge none that is sent afterwards."""
+        return await self._clients.poll(partial(drain, self._queue))
 
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """See `ports.QueueAdmin.dead_letters`."""
