@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from tests.aws.emulator import Emulator
 from tests.aws.scripted_proxy import ScriptedProxy, fail_entries, lose, pass_on, refuse, scripted_proxy
 from tests.contracts.aws_queue import BUCKET, PREFIX, make_queue, open_queue
-from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.clients import MAX_CALLS, AwsClients
 from turnmill.backends.aws.queue import POLL_S, SqsQueue, whole_seconds
 from turnmill.backends.aws.queue_bodies import MAX_INLINE_BYTES, Overflow
 from turnmill.backends.aws.queue_requests import MAX_BATCH_BYTES, Outgoing, batches_of
@@ -310,12 +310,54 @@ async def test_a_purge_waits_for_the_one_that_somebody_else_has_begun(
     assert proxy.counts["PurgeQueue"] == 2
 
 
+async def test_a_queue_is_drained_without_a_purge_that_goes_on_for_a_minute(proxied: OpenProxied) -> None:
+    proxy, queue = proxied()
+    await queue.send([message(str(number), "same" if number < 12 else "") for number in range(25)])
+    # The others of its group wait behind it.
+    [leased] = await queue.lease(max_messages=1, lease_s=2)
+    assert leased.body == b"0"
+    assert await queue.drain() == 25
+    assert (await queue.counts()).num_held == 0
+    assert proxy.counts["PurgeQueue"] == 0
+
+
 async def test_a_queue_that_is_not_there_is_named(clients: AwsClients) -> None:
     queue = open_queue(clients, "absent")
     with pytest.raises(NotFound, match=r"queue absent\.fifo does not exist"):
         await queue.send([message("a")])
     with pytest.raises(NotFound):
         queue.counts_now()
+
+
+@pytest.mark.parametrize(
+    ("operation", "ask"),
+    [
+        ("SendMessageBatch", lambda queue: queue.send([message("a")])),
+        ("ReceiveMessage", lambda queue: queue.lease(max_messages=1, lease_s=1)),
+        ("ReceiveMessage", lambda queue: queue.take(max_messages=1)),
+        ("DeleteMessageBatch", lambda queue: queue.ack(["receipt"])),
+        ("ChangeMessageVisibilityBatch", lambda queue: queue.extend(["receipt"], 1)),
+        ("GetQueueAttributes", lambda queue: queue.counts()),
+        ("PurgeQueue", lambda queue: queue.purge()),
+    ],
+)
+async def test_what_is_refused_is_named_as_a_matter_of_configuration_or_as_passing(
+    proxied: OpenProxied, operation: str, ask: Callable[[SqsQueue], Coroutine[object, object, object]]
+) -> None:
+    proxy, queue = proxied()
+    proxy.acts[operation] = [refuse(400, "AccessDeniedException")]
+    with pytest.raises(InvalidInput, match=r"AccessDenied.*what the credentials in use may do"):
+        await ask(queue)
+    proxy.acts[operation] = [refuse(400, "KmsThrottled")]
+    with pytest.raises(BackendUnavailable, match="KmsThrottled"):
+        await ask(queue)
+
+
+async def test_a_large_body_that_cannot_be_stored_is_a_matter_of_configuration(clients: AwsClients, name: str) -> None:
+    no_bucket = Overflow(clients, "there-is-no-such-bucket", PREFIX)
+    queue = SqsQueue(clients, f"{name}.fifo", f"{name}-dead.fifo", overflow=no_bucket)
+    with pytest.raises(InvalidInput, match="check the bucket"):
+        await queue.send([message(b"x" * 300_000, "large")])
 
 
 # ---------------------------------------------------------------- time
@@ -355,6 +397,15 @@ async def test_a_lease_that_is_cancelled_while_it_waits_gives_back_what_comes(qu
     await queue.send([message("a")])
     [leased] = await queue.lease(max_messages=1, lease_s=30, wait_s=10)
     assert leased.num_receives <= 2
+
+
+async def test_long_polls_keep_no_other_call_waiting(queue: SqsQueue) -> None:
+    polls = [asyncio.create_task(queue.lease(max_messages=1, lease_s=30, wait_s=POLL_S)) for _ in range(MAX_CALLS)]
+    await asyncio.sleep(0.2)
+    await queue.counts()
+    assert not any(poll.done() for poll in polls)
+    await queue.send([message(str(number)) for number in range(MAX_CALLS)])
+    assert sum(map(len, await asyncio.gather(*polls))) == MAX_CALLS
 
 
 async def test_a_lease_may_be_cancelled_at_any_moment(clients: AwsClients) -> None:

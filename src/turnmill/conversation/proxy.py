@@ -26,7 +26,9 @@ from turnmill.conversation.requests import DEFAULT_MODEL, parse_object, parse_re
 from turnmill.conversation.service import Service
 from turnmill.errors import (
     BackendUnavailable,
+    InvalidInput,
     InvalidRequest,
+    NotFound,
     ShuttingDown,
     TurnmillError,
 )
@@ -71,11 +73,12 @@ class App:
         except HttpError as error:
             status, body = error.status, error.body()
         except TurnmillError as error:
-            answer = to_http(error)
-            if answer.status == 500:
+            failure = _of_backend(error)
+            answer = to_http(failure or error)
+            if failure is not None:
+                self.sessions.fail(failure)
+            elif answer.status == 500:
                 logger.error("%s", error)
-            elif isinstance(error, BackendUnavailable):
-                self.sessions.fail(error)
             status, body = answer.status, answer.body()
         await send_json(send, status, body)
 
@@ -152,6 +155,17 @@ class App:
 
 
 # ---------------------------------------------------------------- requests and answers
+
+
+def _of_backend(error: TurnmillError) -> BackendUnavailable | None:
+    """What keeps everybody from being served.
+
+    A request is refused with `InvalidRequest` or `NotFound`; other invalid input is the backend's configuration, such
+    as a right that is missing. Blamed on the client, it would end rollouts as faults of their environment.
+    """
+    if isinstance(error, InvalidInput) and not isinstance(error, InvalidRequest | NotFound):
+        return BackendUnavailable(str(error))
+    return error if isinstance(error, BackendUnavailable) else None
 
 
 def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:

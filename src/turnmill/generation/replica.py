@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from turnmill.config import Config
 from turnmill.errors import GenerationFailed, RecordCorrupt
@@ -119,6 +120,8 @@ class _Replica:
         self._inbox: list[Leased] = []
         self._lease: asyncio.Task[list[Leased]] | None = None
         self._jobs: dict[str, Job] = {}
+        # Requests that came again while this replica answers them; they stay leased until there is a record.
+        self._repeats: list[Received] = []
         # Leased and neither acked nor released, with the time of the last extension.
         self._receipts: dict[str, float] = {}
         self.recorder = Recorder(ports, self._requests, self._receipts, run_id=run_id, replica=name)
@@ -182,10 +185,11 @@ class _Replica:
         """Bring the inbox into the engine, as far as it is not answered at once."""
         for kept in self.recorder.take_kept():
             self._engine.keep(kept.key, kept.digest)
-        if not self._inbox:
+        repeats = self._take_settled()
+        if not self._inbox and not repeats:
             return
         leased, self._inbox = self._inbox, []
-        received = await self._decode(leased)
+        received = [*repeats, *await self._decode(leased)]
         recorded, parents = await self._look(received)
         missing: list[Job] = []
         claimed = self._jobs.keys() | self.recorder.unrecorded
@@ -194,7 +198,7 @@ class _Replica:
             if call is not None:
                 self.recorder.put(Ended(received=item, response=response_of(call)))
             elif item.key in claimed:
-                await self._abandon(item.receipt)
+                self._repeats.append(structs.replace(item, is_repeated=True))
             else:
                 claimed.add(item.key)
                 job = self._prepare(item, parents.get(item.parent_key or ""))
@@ -204,6 +208,13 @@ class _Replica:
         last_calls = [(job.parent.key, job.parent.digest) for job in missing if job.parent]
         for job, path in zip(missing, await read_paths(self._ports.records, last_calls), strict=True):
             self._submit(job, path)
+
+    def _take_settled(self) -> list[Received]:
+        """Requests that came again, and whose first answer is recorded by now."""
+        claimed = self._jobs.keys() | self.recorder.unrecorded
+        settled = [item for item in self._repeats if item.key not in claimed]
+        self._repeats = [item for item in self._repeats if item.key in claimed]
+        return settled
 
     async def _look(self, received: Sequence[Received]) -> tuple[dict[str, Call], dict[str, Parent]]:
         """The records of requests that may be answered already, and what the others go on from, by key.
@@ -309,6 +320,7 @@ class _Replica:
             self._inbox.extend(await self._lease)
             self._lease = None
         receipts = [item.receipt for item in self._inbox] + [job.received.receipt for job in self._jobs.values()]
+        receipts += [item.receipt for item in self._repeats]
         for receipt in receipts:
             self._receipts.pop(receipt, None)
         if receipts:

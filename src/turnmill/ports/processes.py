@@ -74,7 +74,8 @@ class RunInfra(Protocol):
     async def retire(self) -> int:
         """Remove the messages that wait in the queues of a run that has ended; how many.
 
-        Dead letters, records and everything else stay. Idempotent; makes nothing.
+        Dead letters, records and everything else stay, and so does what is sent afterwards, when the run is resumed.
+        What was leased by a process that is gone may come again later. Idempotent; makes nothing.
         """
         ...
 

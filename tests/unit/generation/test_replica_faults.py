@@ -229,6 +229,9 @@ async def test_a_request_that_comes_again_before_its_answer_is_recorded_is_not_s
         # A message behind it is answered only after it was looked at.
         await send(ports, request_for("b_0"))
         await engine.have_joined(2)
+        # It is held: given back it would come again and again, until it is a dead letter.
+        counts = await ports.generate_request[0].counts()
+        assert (counts.available, counts.in_flight, counts.delayed) == (0, 3, 0)
         answers.may_write.set()
         assert len(await receive(ports, 3)) == 3
     assert sorted(call.call_id for call in engine.submitted) == [

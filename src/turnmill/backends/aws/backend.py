@@ -33,7 +33,7 @@ from turnmill.backends.aws.run_records import RunRecords
 from turnmill.backends.aws.settings import AwsSettings, StackNames, check_run_id
 from turnmill.backends.aws.templates import run_tags
 from turnmill.errors import ConfigError, InvalidInput
-from turnmill.ports import GENERATE_REQUEST, Queue, RunPorts, Stored, WeightStore, Write, queue_names
+from turnmill.ports import GENERATE_REQUEST, RunPorts, Stored, WeightStore, Write, queue_names
 from turnmill.records import clock_prefix
 
 _PAGE = 1000
@@ -139,7 +139,7 @@ class AwsBackend:
     def open_run(self, run_id: str, *, num_replicas: int) -> RunPorts:
         """See `ports.Backend.open_run`."""
         own, records = self._run_records(run_id)
-        queues: dict[str, Queue] = {name: self._queue(run_id, name) for name in queue_names(num_replicas)}
+        queues = {name: self._queue(run_id, name) for name in queue_names(num_replicas)}
         return RunPorts(
             runs=self.open_records(),
             records=records,
@@ -226,7 +226,7 @@ class AwsBackend:
         overflow = Overflow(self._clients, self._bucket, f"{_prefix(run_id)}messages/")
         return SqsQueue(self._clients, names.queue(name), names.dead_letter_queue(name), overflow=overflow)
 
-    def _infra(self, run_id: str, queues: Mapping[str, Queue]) -> StackRunInfra:
+    def _infra(self, run_id: str, queues: Mapping[str, SqsQueue]) -> StackRunInfra:
         num_replicas = sum(name.startswith(GENERATE_REQUEST) for name in queues)
         resources = RunResources(num_replicas=num_replicas)
         return StackRunInfra(self._clients, self._settings, run_id, queues, resources)

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,14 +40,23 @@ T = TypeVar("T")
 # most, and gives up at once where another try can't help.
 MAX_TRIES = 8
 _CONNECT_S, _READ_S = 5.0, 60.0
-# Calls that are under way at once in one process; long polls have a thread all the time.
-MAX_CALLS = 64
+# Calls that are under way at once in one process, and long polls, which must not keep calls waiting: each worker that
+# has room polls through its proxy.
+MAX_CALLS, MAX_POLLS = 64, 256
 # Tries with credentials that a service calls expired. The pauses between them, up to 15 s in all, give whoever renews
 # them the time to do so.
 EXPIRED_TRIES, _EXPIRED_PAUSE_S = 5, 1.0
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 # What only another configuration can mend, as opposed to what passes.
-_CONFIGURATION = ("NoCredentialsError", "NoRegionError", "PartialCredentialsError", "ProfileNotFound")
+_CONFIGURATION = (
+    "NoCredentialsError",
+    "NoRegionError",
+    "ParamValidationError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "SSOTokenLoadError",
+    "UnauthorizedSSOTokenError",
+)
 
 
 class Refused(Exception):
@@ -57,6 +67,14 @@ class Refused(Exception):
         self.code = code
         # The whole error answer, e.g. `CancellationReasons` of a transaction.
         self.response = response
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limiters:
+    """How many threads may be at work for one event loop."""
+
+    calls: anyio.CapacityLimiter
+    polls: anyio.CapacityLimiter
 
 
 class AwsClients:
@@ -71,9 +89,7 @@ class AwsClients:
         self._session = boto3.session.Session(region_name=settings.region)
         self._clients: dict[str, Any] = {}
         self._making = threading.Lock()
-        self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Limiters] = weakref.WeakKeyDictionary()
 
     @property
     def region(self) -> str:
@@ -92,9 +108,19 @@ class AwsClients:
 
     async def run(self, work: Callable[[], T]) -> T:
         """`work`, which blocks, in a thread. Cancelled, it leaves it to end by itself."""
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiters_here().calls)
+
+    async def poll(self, work: Callable[[], T]) -> T:
+        """Like `run`, for work that waits for news most of its time."""
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiters_here().polls)
+
+    def _limiters_here(self) -> "_Limiters":
         loop = asyncio.get_running_loop()
-        limiter = self._limiters.setdefault(loop, anyio.CapacityLimiter(MAX_CALLS))
-        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+        if loop not in self._limiters:
+            self._limiters[loop] = _Limiters(
+                calls=anyio.CapacityLimiter(MAX_CALLS), polls=anyio.CapacityLimiter(MAX_POLLS)
+            )
+        return self._limiters[loop]
 
     def call_now(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """`call` for a thread of the caller's own."""
@@ -137,7 +163,7 @@ class AwsClients:
                     retries={"mode": "standard", "total_max_attempts": self._max_tries},
                     connect_timeout=_CONNECT_S,
                     read_timeout=_READ_S,
-                    max_pool_connections=MAX_CALLS,
+                    max_pool_connections=MAX_CALLS + (MAX_POLLS if service == "sqs" else 0),
                     user_agent_extra="turnmill",
                 )
                 try:
@@ -161,16 +187,20 @@ _TRANSIENT = (
     "InternalError",
     "InternalFailure",
     "InternalServerError",
+    "KMSThrottlingException",
+    "KmsThrottled",
     "ExpiredToken",
     "ExpiredTokenException",
     "LimitExceededException",
     "OperationAborted",
+    "OverLimit",
     "ProvisionedThroughputExceededException",
     "RequestLimitExceeded",
     "RequestThrottled",
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
+    "ThrottledException",
     "Throttling",
     "ThrottlingException",
     "TooManyRequestsException",

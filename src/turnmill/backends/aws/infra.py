@@ -1,10 +1,11 @@
 """What one run stands on: a stack of its own, and a prefix in the deployment's bucket.
 
 deploy -> (code of the functions ->) stack -> a first object below the prefix
-retire -> each queue purged
+retire -> each queue drained
 delete -> stack, then everything below the prefix
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +16,11 @@ from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.backends.aws.deployment import bucket_of
 from turnmill.backends.aws.emptying import delete_objects
 from turnmill.backends.aws.package import pack, store
+from turnmill.backends.aws.queue import SqsQueue
 from turnmill.backends.aws.resources import queues_of_run
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.backends.aws.templates import run_tags, run_template
 from turnmill.errors import BackendUnavailable, InvalidInput
-from turnmill.ports import QueueAdmin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class StackRunInfra:
         clients: AwsClients,
         settings: AwsSettings,
         run_id: str,
-        queues: Mapping[str, QueueAdmin],
+        queues: Mapping[str, SqsQueue],
         resources: RunResources,
         *,
         tell: Callable[[str], None] = lambda _: None,
@@ -127,10 +128,10 @@ class StackRunInfra:
         return None
 
     async def retire(self) -> int:
-        """See `ports.RunInfra.retire`."""
+        """See `ports.RunInfra.retire`. Without purges: the messages of a run that is resumed would go with them."""
         if await stacks.find(self._clients, self._stack) is None:
             return 0
-        return sum([await queue.purge() for queue in self._queues.values()])
+        return sum(await asyncio.gather(*(queue.drain() for queue in self._queues.values())))
 
     async def delete(self) -> None:
         """See `ports.RunInfra.delete`."""

@@ -31,7 +31,7 @@ from functools import partial
 from msgspec import structs
 
 from turnmill.backends.aws.clients import AwsClients
-from turnmill.backends.aws.queue_admin import DeadLetterQueue, count, purge
+from turnmill.backends.aws.queue_admin import DeadLetterQueue, count, drain, purge
 from turnmill.backends.aws.queue_bodies import Overflow, UnreadableBody, body_of, group_of, to_wire
 from turnmill.backends.aws.queue_requests import MAX_BATCH, MAX_VISIBILITY_S, QueueRequests, Received, give_back
 from turnmill.errors import BackendUnavailable, InvalidInput
@@ -104,6 +104,10 @@ class SqsQueue:
         """See `ports.QueueAdmin.purge`. SQS allows one a minute: a second one waits for its turn."""
         return await self._clients.run(partial(purge, self._queue))
 
+    async def drain(self) -> int:
+        """Remove the messages of a queue that nobody uses now, and unlike a purge none that is sent afterwards."""
+        return await self._clients.poll(partial(drain, self._queue))
+
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """See `ports.QueueAdmin.dead_letters`."""
         return await self._clients.run(partial(self.dead_letters_now, limit))
@@ -126,7 +130,7 @@ class SqsQueue:
     async def _bring(self, receive: "Callable[[_Handover], list[Leased]]") -> list[Leased]:
         handover = _Handover()
         try:
-            return await self._clients.run(partial(receive, handover))
+            return await self._clients.poll(partial(receive, handover))
         except asyncio.CancelledError:
             if brought := handover.abandon():
                 # Not on this loop: it may be about to end.

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from turnmill.backends.aws.clients import Refused
 from turnmill.backends.aws.queue_bodies import Overflow, UnreadableBody, body_of, digest, group_of
-from turnmill.backends.aws.queue_requests import MAX_BATCH, Outgoing, QueueRequests, Received, give_back
+from turnmill.backends.aws.queue_requests import MAX_BATCH, BusyPurging, Outgoing, QueueRequests, Received, give_back
 from turnmill.errors import BackendUnavailable
 from turnmill.ports import DeadLetter, QueueCounts
 
@@ -24,6 +23,8 @@ _IN_FLIGHT = "ApproximateNumberOfMessagesNotVisible"
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 # Longer than it takes to receive the letters of any queue that is worth looking at.
 _LOOK_S = 60
+# Longer than the leases of a run's processes, which may have been killed.
+_LEASES_S = 20.0
 # A purge is allowed once in 60 s.
 _PURGE_WAIT_S, _PURGE_PAUSE_S = 70.0, 2.0
 
@@ -42,14 +43,27 @@ def purge(queue: QueueRequests) -> int:
         num_held = sum(_counts(queue))
         try:
             queue.call("purge_queue")
-        except Refused as refused:
-            if "PurgeQueueInProgress" not in refused.code:
-                raise
+        except BusyPurging as busy:
             if time.monotonic() > give_up:
-                raise BackendUnavailable(f"{queue.name} can't be purged, others purge it all the time") from refused
+                raise BackendUnavailable(f"{queue.name} can't be purged, others purge it all the time") from busy
             time.sleep(_PURGE_PAUSE_S)
         else:
             return num_held
+
+
+def drain(queue: QueueRequests) -> int:
+    """Remove the messages that wait, those that come back within `_LEASES_S` too, and none that is sent afterwards.
+
+    How many. A purge goes on for up to a minute after its answer, and takes what is sent in that minute with it.
+    """
+    num_removed = 0
+    give_up = time.monotonic() + _LEASES_S
+    while True:
+        # With a wait, SQS asks all machines that hold a part of the queue.
+        received = queue.receive(max_messages=MAX_BATCH, visibility_s=_LOOK_S, wait_s=1)
+        num_removed += sum(queue.delete([message.handle for message in received]))
+        if not received and (sum(_counts(queue)) == 0 or time.monotonic() > give_up):
+            return num_removed
 
 
 class DeadLetterQueue:

@@ -24,6 +24,7 @@ import uuid
 
 from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.backends.aws.queue_requests import Outgoing, Received
+from turnmill.errors import InvalidInput
 from turnmill.ports import Message
 
 MAX_INLINE_BYTES = 200_000
@@ -49,7 +50,12 @@ class Overflow:
     def put(self, body: bytes) -> str:
         """Store; returns the key. The same body always has the same one."""
         key = self._prefix + hashlib.sha256(body).hexdigest()
-        self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
+        try:
+            self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
+        except Refused as refused:
+            raise InvalidInput(
+                f"{refused}; check the bucket, its KMS key, and what the credentials in use may do"
+            ) from refused
         return key
 
     def get(self, key: str) -> bytes:

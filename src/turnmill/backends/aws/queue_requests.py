@@ -27,7 +27,12 @@ MAX_POLL_S, MAX_VISIBILITY_S = 20, 43_200
 # Tries of an entry, the first one included; the pauses between them come to 3 s at most.
 ENTRY_TRIES, _ENTRY_PAUSE_S = 6, 0.1
 _ABSENT = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
+_PURGING = "PurgeQueueInProgress"
 _SYSTEM_ATTRIBUTES = ["ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"]
+
+
+class BusyPurging(BackendUnavailable):
+    """A purge that somebody else has begun is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,10 @@ class Received:
 
 
 class QueueRequests:
-    """One queue by its name; its address is looked up with the first request. Raises `NotFound` where it is absent."""
+    """One queue by its name; its address is looked up with the first request.
+
+    Raises `NotFound` where it is absent, and `InvalidInput` for what only another configuration can mend.
+    """
 
     def __init__(self, clients: AwsClients, name: str) -> None:
         self.name = name
@@ -128,7 +136,11 @@ class QueueRequests:
         except Refused as refused:
             if refused.code in _ABSENT:
                 raise NotFound(f"queue {self.name} does not exist; the resources of its run are not deployed") from None
-            raise
+            if _PURGING in refused.code:
+                raise BusyPurging(str(refused)) from refused
+            raise InvalidInput(
+                f"{refused}; check queue {self.name}, its KMS key, and what the credentials in use may do"
+            ) from refused
 
     def _with_each(self, operation: str, handles: Sequence[str], parameters: Mapping[str, Any]) -> list[bool]:
         """An operation on received messages, ten at a time; what is no handle belongs to none."""
@@ -184,7 +196,7 @@ def give_back(queue: QueueRequests, handles: Sequence[str]) -> None:
     """Messages that nobody will use; where that can't be done they come back at the end of their lease."""
     try:
         queue.hide(handles, 0)
-    except (BackendUnavailable, NotFound) as error:
+    except (BackendUnavailable, InvalidInput, NotFound) as error:
         logger.warning("%d messages of %s are not given back: %s", len(handles), queue.name, error)
 
 
