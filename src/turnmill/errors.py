@@ -29,6 +29,10 @@ class NotFound(InvalidInput):
     """A run, blob, version or file that was named does not exist."""
 
 
+class NotDeployed(NotFound):
+    """What a run or a deployment stands on is not there, or not any more: a queue, a table."""
+
+
 class Conflict(TurnmillError):
     """A compare-and-set lost: the record changed since it was read."""
 

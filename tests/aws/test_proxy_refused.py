@@ -32,3 +32,16 @@ async def test_a_right_that_is_missing_ends_the_serving_and_is_not_blamed_on_the
                     second.sessions.check()
                 assert (await second.lease(wait_s=20)).status == 503
         refused.close()
+
+
+async def test_a_queue_that_was_deleted_ends_the_serving_and_is_not_taken_for_an_unknown_step(
+    tmp_path: Path, clients: AwsClients
+) -> None:
+    gone = open_queue(clients, f"deleted-{secrets.token_hex(4)}")
+    async with open_world(tmp_path) as world:
+        rollout = await world.begin()
+        ports = replace(world.ports, rollout_response=gone)
+        async with replace(world, ports=ports).restarted() as second:
+            assert (await second.report(rollout)).status == 503
+            with pytest.raises(BackendUnavailable, match="does not exist"):
+                second.sessions.check()

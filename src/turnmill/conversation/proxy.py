@@ -28,6 +28,7 @@ from turnmill.errors import (
     BackendUnavailable,
     InvalidInput,
     InvalidRequest,
+    NotDeployed,
     NotFound,
     ShuttingDown,
     TurnmillError,
@@ -161,9 +162,11 @@ def _of_backend(error: TurnmillError) -> BackendUnavailable | None:
     """What keeps everybody from being served.
 
     A request is refused with `InvalidRequest` or `NotFound`; other invalid input is the backend's configuration, such
-    as a right that is missing. Blamed on the client, it would end rollouts as faults of their environment.
+    as a right that is missing, or is no more there. Blamed on the client, it would end rollouts as faults of their
+    environment.
     """
-    if isinstance(error, InvalidInput) and not isinstance(error, InvalidRequest | NotFound):
+    is_refusal = isinstance(error, InvalidRequest | NotFound) and not isinstance(error, NotDeployed)
+    if isinstance(error, InvalidInput) and not is_refusal:
         return BackendUnavailable(str(error))
     return error if isinstance(error, BackendUnavailable) else None
 

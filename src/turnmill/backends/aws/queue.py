@@ -48,7 +48,7 @@ class SqsQueue:
     """Implements `ports.Queue`; a receipt is SQS's receipt handle. Has nothing to close: the clients are the caller's.
 
     `name` and `dead_letters` are the names of two FIFO queues, made of `queue_properties`; `overflow` is where bodies
-    lie that are too large for a message. Raises `NotFound` where the queues are not there.
+    lie that are too large for a message. Raises `NotDeployed` where the queues are not there.
     """
 
     def __init__(self, clients: AwsClients, name: str, dead_letters: str, *, overflow: Overflow) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnmill.backends.aws.clients import AwsClients, Refused
-from turnmill.errors import BackendUnavailable, InvalidInput, NotFound
+from turnmill.errors import BackendUnavailable, InvalidInput, NotDeployed, NotFound
 
 logger = logging.getLogger(__name__)
 # Limits of the service.
@@ -73,7 +73,7 @@ class Received:
 class QueueRequests:
     """One queue by its name; its address is looked up with the first request.
 
-    Raises `NotFound` where it is absent, and `InvalidInput` for what only another configuration can mend.
+    Raises `NotDeployed` where it is absent, and `InvalidInput` for what only another configuration can mend.
     """
 
     def __init__(self, clients: AwsClients, name: str) -> None:
@@ -135,7 +135,9 @@ class QueueRequests:
             return self._clients.call_now("sqs", operation, QueueUrl=self._url, **parameters)
         except Refused as refused:
             if refused.code in _ABSENT:
-                raise NotFound(f"queue {self.name} does not exist; the resources of its run are not deployed") from None
+                raise NotDeployed(
+                    f"queue {self.name} does not exist; the resources of its run are not deployed"
+                ) from None
             if _PURGING in refused.code:
                 raise BusyPurging(str(refused)) from refused
             raise InvalidInput(

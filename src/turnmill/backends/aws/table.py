@@ -32,7 +32,7 @@ from turnmill.backends.aws.items import (
     key_of,
     primary_key,
 )
-from turnmill.errors import BackendUnavailable, InvalidInput, NotFound
+from turnmill.errors import BackendUnavailable, InvalidInput, NotDeployed
 from turnmill.ports.record_keys import KeyParts
 
 MAX_TRIES = 10
@@ -159,7 +159,7 @@ class RecordTable:
 
     def _named(self, refused: Refused) -> Exception:
         if refused.code == "ResourceNotFoundException":
-            return NotFound(f"DynamoDB table {self.name} does not exist: {refused}")
+            return NotDeployed(f"DynamoDB table {self.name} does not exist: {refused}")
         if refused.code in _DENIED:
             return InvalidInput(f"DynamoDB table {self.name} can't be used with these credentials: {refused}")
         return BackendUnavailable(f"DynamoDB table {self.name}: {refused}")
