@@ -106,6 +106,22 @@ async def test_json_is_on_the_wire_as_it_is(queue: SqsQueue, clients: AwsClients
     assert raw["Body"] == body
 
 
+async def test_what_somebody_else_reads_is_in_the_message_itself_or_refused(
+    clients: AwsClients, queue: SqsQueue, name: str
+) -> None:
+    read_by_others = SqsQueue(clients, f"{name}.fifo", f"{name}-dead.fifo", overflow=None)
+    large = json.dumps({"messages": ["é" * 250_000]}, ensure_ascii=False)
+    with pytest.raises(InvalidInput, match=r"SQS takes 1048576 at most.*shorten the conversation"):
+        await read_by_others.send([message(large + large[:-1] + large, "g")])
+    await read_by_others.send([message(large, "g")])
+    [raw] = raw_messages(clients, name)
+    assert raw["Body"] == large
+    assert bodies(await read_by_others.take(max_messages=1)) == [large]
+    # What is in the bucket is for those that know of it.
+    await queue.send([message(large, "h")])
+    assert await read_by_others.take(max_messages=1) == []
+
+
 async def test_what_others_send_is_read_with_their_group(queue: SqsQueue, clients: AwsClients, name: str) -> None:
     url = clients.call_now("sqs", "get_queue_url", QueueName=f"{name}.fifo")["QueueUrl"]
     theirs = {"MessageBody": '{"é": 1}', "MessageGroupId": "their-group", "MessageDeduplicationId": "1"}

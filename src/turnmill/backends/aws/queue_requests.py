@@ -22,7 +22,7 @@ from turnmill.errors import BackendUnavailable, InvalidInput, NotFound
 
 logger = logging.getLogger(__name__)
 # Limits of the service.
-MAX_BATCH, MAX_BATCH_BYTES = 10, 1_048_576
+MAX_BATCH, MAX_BATCH_BYTES, MAX_MESSAGE_BYTES = 10, 1_048_576, 1_048_576
 MAX_POLL_S, MAX_VISIBILITY_S = 20, 43_200
 # Tries of an entry, the first one included; the pauses between them come to 3 s at most.
 ENTRY_TRIES, _ENTRY_PAUSE_S = 6, 0.1
