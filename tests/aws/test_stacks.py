@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ def listed(clients: AwsClients, name: str) -> list[str]:
     mappings = [each["EventSourceArn"] for each in sources(clients)]
     others = [*tables, *functions, *groups, *roles, *buckets, *topics, *mappings]
     return found + [each for each in others if name in each]
+
+
+def as_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def num_messages(clients: AwsClients, url: str) -> int:
@@ -349,6 +354,37 @@ def tiny_package() -> CodePackage:
         for name in ("proxy", "rollout", "responses"):
             opened.writestr(f"turnmill/backends/aws/lambdas/{name}.py", handler)
     return CodePackage(digest="tiny", content=buffer.getvalue(), num_unpacked_bytes=1)
+
+
+async def test_deployments_and_runs_of_one_name_in_two_regions_know_nothing_of_each_other(
+    clients: AwsClients, settings: AwsSettings
+) -> None:
+    elsewhere = replace(settings, region="eu-west-1")
+    there = AwsClients(elsewhere)
+    for place, of_place in ((clients, settings), (there, elsewhere)):
+        await deployed(place, of_place)
+    bucket, tags = f"{settings.name}-000000000000-eu-west-1", deployment_tags(elsewhere)
+    # CloudFormation gives the tags of a stack to its buckets and roles, too; the emulator does not.
+    there.call_now("s3", "put_bucket_tagging", Bucket=bucket, Tagging={"TagSet": as_list(tags)})
+    assert f"bucket {bucket}" in await what_is_left(there, settings.name, tags)
+    await delete_deployment(clients, settings, lambda _: None)
+
+    # Made here, as the emulator gives the roles of both stacks one name.
+    name, _, tags = external_stack(elsewhere, CodeLocation(bucket="b", key="k"))
+    there.call_now(
+        "iam",
+        "create_role",
+        RoleName=f"{name}-ProxyRole-1A2B",
+        Path=f"{StackNames(stack=name).role_path}eu-west-1/",
+        AssumeRolePolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": []}),
+        Tags=as_list(tags),
+    )
+    assert await what_is_left(there, name, tags) == [f"role {name}-ProxyRole-1A2B"]
+    assert await what_is_left(clients, name, tags) == []
+
+    there.call_now("iam", "delete_role", RoleName=f"{name}-ProxyRole-1A2B")
+    await delete_deployment(there, elsewhere, lambda _: None)
+    there.close()
 
 
 async def test_a_run_is_deployed_into_its_deployment_and_deleted_with_its_objects(

@@ -125,6 +125,17 @@ def test_the_url_of_the_proxy_asks_for_a_signature_and_for_both_permissions() ->
     assert not of_type(run_template(SETTINGS, "s", "run", 1, with_proxy=True, code=CODE), "AWS::Lambda::Permission")
 
 
+@pytest.mark.parametrize("caller", ["*", "arn:aws:iam::*:role/agents", "lambda.amazonaws.com", "12345", ""])
+def test_nobody_is_allowed_to_call_the_proxy_by_a_wildcard(caller: str) -> None:
+    with pytest.raises(InvalidInput, match="name the ARN of a role or user, or the 12 digits of an account"):
+        run_template(SETTINGS, "s", "run", 1, with_proxy=True, callers=[*CALLERS, caller], code=CODE)
+
+
+def test_the_roles_of_a_stack_are_known_from_those_of_its_namesake_in_another_region() -> None:
+    paths = [role["Path"] for role in of_type(external(), "AWS::IAM::Role").values()]
+    assert paths == [{"Fn::Sub": "/turnmill/my-trainer/${AWS::Region}/"}] * 3
+
+
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEY], ids=["own-keys", "kms"])
 def test_no_role_has_a_wildcard_but_below_what_belongs_to_the_run(settings: AwsSettings) -> None:
     template = external(settings)

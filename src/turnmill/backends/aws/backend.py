@@ -62,6 +62,12 @@ def find_account(settings: AwsSettings) -> Found:
             f"there is no deployment {settings.name!r} in account {account}, region {region}: "
             f"`turnmill deploy --name {settings.name}` makes it"
         ) from None
+    tags = {tag["Key"]: tag["Value"] for tag in stack.get("Tags", [])}
+    if tags.get("turnmill:deployment") != settings.name or "turnmill:run" in tags:
+        raise InvalidInput(
+            f"the stack {settings.name!r} in account {account}, region {region} is no deployment of Turnmill: name "
+            "another one, or make one under another name (`turnmill deploy --name NAME`)"
+        )
     if stack["StackStatus"] not in _MADE:
         raise InvalidInput(
             f"the deployment {settings.name!r} in account {account}, region {region} is in {stack['StackStatus']}: "
