@@ -58,6 +58,11 @@ def test_what_does_not_come_by_tls_is_denied() -> None:
         (policy,) = of_type(template, kind).values()
         denied = [each for each in policy["PolicyDocument"]["Statement"] if each["Effect"] == "Deny"]
         assert [each["Condition"] for each in denied] == [{"Bool": {"aws:SecureTransport": "false"}}]
+    template = run_template(SETTINGS, "a-stack", "run", 3)
+    (policy,) = of_type(template, "AWS::SQS::QueuePolicy").values()
+    assert sorted(each["Ref"] for each in policy["Queues"]) == sorted(of_type(template, "AWS::SQS::Queue"))
+    (denied,) = policy["PolicyDocument"]["Statement"]
+    assert (denied["Effect"], denied["Condition"]) == ("Deny", {"Bool": {"aws:SecureTransport": "false"}})
 
 
 def test_the_records_of_a_deployment_can_be_recovered_and_those_of_a_run_go_with_it() -> None:
