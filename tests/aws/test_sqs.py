@@ -259,6 +259,18 @@ async def test_a_receive_whose_answer_is_lost_is_repeated_by_the_same_attempt(
     assert leased.num_receives == 2
 
 
+async def test_what_sqs_does_not_allow_is_said_with_the_name_of_the_queue(proxied: OpenProxied, name: str) -> None:
+    proxy, queue = proxied()
+    proxy.acts["GetQueueUrl"] = [refuse(403, "AccessDeniedException")]
+    with pytest.raises(InvalidInput, match=f"queue {name}.fifo can't be used with these credentials"):
+        await queue.counts()
+    proxy.acts["ReceiveMessage"] = [refuse(403, "InvalidSecurity")]
+    with pytest.raises(InvalidInput, match="can't be used"):
+        await queue.lease(max_messages=1, lease_s=30)
+    with pytest.raises(InvalidInput, match="a large message can't be stored in the bucket absent"):
+        Overflow(AwsClients(AwsSettings(region="us-east-1")), "absent", PREFIX).put(b"x")
+
+
 async def test_an_ack_whose_answer_is_lost_removes(proxied: OpenProxied) -> None:
     proxy, queue = proxied()
     await queue.send([message("a")])

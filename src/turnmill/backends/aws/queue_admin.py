@@ -43,8 +43,6 @@ def purge(queue: QueueRequests) -> int:
         try:
             queue.call("purge_queue")
         except Refused as refused:
-            if "PurgeQueueInProgress" not in refused.code:
-                raise
             if time.monotonic() > give_up:
                 raise BackendUnavailable(f"{queue.name} can't be purged, others purge it all the time") from refused
             time.sleep(_PURGE_PAUSE_S)

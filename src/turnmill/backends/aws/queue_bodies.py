@@ -51,9 +51,12 @@ class Overflow:
         self._prefix = prefix
 
     def put(self, body: bytes) -> str:
-        """Store; returns the key. The same body always has the same one."""
+        """Store; returns the key. The same body always has the same one. Raises `InvalidInput` for missing rights."""
         key = self._prefix + hashlib.sha256(body).hexdigest()
-        self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
+        try:
+            self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
+        except Refused as refused:
+            raise InvalidInput(f"a large message can't be stored in the bucket {self._bucket}: {refused}") from refused
         return key
 
     def get(self, key: str) -> bytes:

@@ -26,6 +26,8 @@ MAX_BATCH, MAX_BATCH_BYTES, MAX_MESSAGE_BYTES = 10, 1_048_576, 1_048_576
 MAX_POLL_S, MAX_VISIBILITY_S = 20, 43_200
 # Tries of an entry, the first one included; the pauses between them come to 3 s at most.
 ENTRY_TRIES, _ENTRY_PAUSE_S = 6, 0.1
+# Somebody purges the queue already: the one refusal that passes.
+PURGING = ("PurgeQueueInProgress", "PurgeQueueInProgressException")
 _ABSENT = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
 _SYSTEM_ATTRIBUTES = ["ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"]
 
@@ -120,7 +122,7 @@ class QueueRequests:
         return found
 
     def call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """An operation on this queue."""
+        """An operation on this queue; raises `Refused` for `PURGING`, `InvalidInput` for every other refusal."""
         try:
             if self._url is None:
                 self._url = str(self._clients.call_now("sqs", "get_queue_url", QueueName=self.name)["QueueUrl"])
@@ -128,7 +130,9 @@ class QueueRequests:
         except Refused as refused:
             if refused.code in _ABSENT:
                 raise NotFound(f"queue {self.name} does not exist; the resources of its run are not deployed") from None
-            raise
+            if refused.code.rpartition(".")[2] in PURGING:
+                raise
+            raise InvalidInput(f"queue {self.name} can't be used with these credentials: {refused}") from refused
 
     def _with_each(self, operation: str, handles: Sequence[str], parameters: Mapping[str, Any]) -> list[bool]:
         """An operation on received messages, ten at a time; what is no handle belongs to none."""
