@@ -52,6 +52,16 @@ def test_a_folder_is_embedded_unless_something_else_is_said(tmp_path: Path) -> N
     assert isinstance(backend_of(tmp_path), EmbeddedBackend) and list(tmp_path.iterdir()) == []
 
 
+def test_a_stack_that_is_no_deployment_is_not_taken_for_one(tmp_path: Path, emulator: Emulator) -> None:
+    other = f"t-{os.urandom(4).hex()}"
+    body = '{"Resources":{"Q":{"Type":"AWS::SQS::Queue"}}}'
+    clients_of(emulator.settings(other)).call_now("cloudformation", "create_stack", StackName=other, TemplateBody=body)
+    configure(tmp_path, other)
+    with pytest.raises(InvalidInput, match=f"the stack '{other}' in account 0+, region us-east-1 is no deployment"):
+        choose_here(tmp_path)
+    assert not (tmp_path / "backend.json").exists()
+
+
 def test_what_was_chosen_first_is_found_without_a_flag(tmp_path: Path, name: str, emulator: Emulator) -> None:
     configure(tmp_path, name)
     choose_here(tmp_path)

@@ -104,3 +104,14 @@ def test_a_whole_deployment_is_emptied_and_its_folder_with_it(root: Path, settin
     assert everything(settings) == ([], [])
     assert backend.look_at_records("runs/all/") == []
     assert [path.name for path in root.iterdir()] == ["turnmill.toml"]
+
+
+def test_a_run_whose_stack_was_deleted_by_hand_can_be_looked_at_and_removed(root: Path, settings: AwsSettings) -> None:
+    run_id = "20260101-000000-eeee"
+    asyncio.run(make_run(root, run_id))
+    clients_of(settings).call_now("cloudformation", "delete_stack", StackName=settings.run_stack(run_id))
+    for command in (["status", run_id], ["runs"], ["doctor", run_id], ["queues", run_id]):
+        done = CliRunner().invoke(turnmill, [*command, "--root", str(root)], standalone_mode=False)
+        assert done.exit_code == 0 and run_id in done.output, done.output
+    assert not any(clean_up(root, run_id).values())
+    assert everything(settings) == ([], [])

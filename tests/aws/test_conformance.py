@@ -242,9 +242,14 @@ def _fit_policies(external: ExternalRun) -> None:
     """To what the emulator does otherwise than AWS.
 
     On AWS the right to send a message is the right to send ten; the emulator asks for one of another name. And it
-    speaks plain HTTP, which the topic refuses.
+    speaks plain HTTP, which topic and queues refuse.
     """
     clients = AwsClients(external.settings)
+    stack = {"StackName": external.names.stack}
+    template = clients.call_now("cloudformation", "get_template", **stack)["TemplateBody"]
+    del template["Resources"]["QueuesPolicy"]
+    body = {"TemplateBody": json.dumps(template), "Capabilities": ["CAPABILITY_IAM"]}
+    clients.call_now("cloudformation", "update_stack", **stack, **body)
     actions = [f"sqs:{action}Batch" for action in ("ChangeMessageVisibility", "DeleteMessage", "SendMessage")]
     statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
     document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})

@@ -15,7 +15,7 @@ import pytest
 
 from tests.aws.emulator import Emulator, running_emulator
 from turnmill.backends.aws import stacks
-from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.backends.aws.package import CodePackage, store
 from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.backends.aws.templates import deployment_tags, deployment_template, run_tags, run_template
@@ -94,8 +94,23 @@ async def _deploy(clients: AwsClients, settings: AwsSettings) -> str:
         run = run_template(settings, stack, stack, 1, external=True, code=code)
         # The queue of answers is for the test to read.
         del run["Resources"]["ResponsesSource"]
+        # Requests to the emulator don't come by TLS.
+        del run["Resources"]["QueuesPolicy"]
         await stacks.deploy(clients, stack, run, run_tags(settings, stack))
     return bucket
+
+
+async def test_a_queue_takes_no_request_that_does_not_come_by_tls(deployed: Deployed) -> None:
+    template = run_template(deployed.settings, "by-tls", "by-tls", 1)
+    tags = run_tags(deployed.settings, "by-tls")
+    await stacks.deploy(deployed.clients, "by-tls", template, tags)
+    for name in (StackNames(stack="by-tls").queue(queue) for queue in ("rollout_request", "generate_request-0")):
+        with pytest.raises(Refused, match="AccessDenied"):
+            deployed.clients.call_now("sqs", "get_queue_url", QueueName=name)
+    del template["Resources"]["QueuesPolicy"]
+    await stacks.deploy(deployed.clients, "by-tls", template, tags)
+    deployed.clients.call_now("sqs", "get_queue_url", QueueName=StackNames(stack="by-tls").queue("rollout_request"))
+    await stacks.delete(deployed.clients, "by-tls", tags)
 
 
 def message(url: str) -> dict[str, str]:

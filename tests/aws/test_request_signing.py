@@ -153,6 +153,19 @@ async def test_any_path_and_query_is_signed(query: str, path: str) -> None:
             assert status == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "region"),
+    [
+        ("0a1b2c3d4e.lambda-url.eu-west-1.on.aws", "eu-west-1"),
+        ("proxy.example.org", REGION),
+        ("0a1b2c3d4e.lambda-url.eu-west-1.on.aws.example.org", REGION),
+    ],
+)
+def test_the_url_of_a_function_is_signed_for_its_own_region(host: str, region: str) -> None:
+    signed = signer_with("AKIA", LASTING).sign("POST", f"https://{host}/rollouts/lease", {}, b"")
+    assert f"/{region}/lambda/aws4_request" in signed["Authorization"]
+
+
 async def test_code_without_a_loop_signs_as_well() -> None:
     async with guarded("", AKIA=LASTING) as gate:
         gate.instead = lambda request: web.json_response({})

@@ -14,11 +14,13 @@ import pytest
 from tests.aws.emulator import Emulator
 from tests.aws.scripted_proxy import ScriptedProxy, fail_entries, lose, pass_on, refuse, scripted_proxy
 from tests.contracts.aws_queue import BUCKET, PREFIX, make_queue, open_queue
+from turnmill.backends.aws.backend import AwsBackend
 from turnmill.backends.aws.clients import MAX_CALLS, AwsClients
+from turnmill.backends.aws.lambdas.boot import NoWeights
 from turnmill.backends.aws.queue import POLL_S, SqsQueue, whole_seconds
 from turnmill.backends.aws.queue_bodies import MAX_INLINE_BYTES, Overflow
 from turnmill.backends.aws.queue_requests import MAX_BATCH_BYTES, Outgoing, batches_of
-from turnmill.backends.aws.settings import AwsSettings
+from turnmill.backends.aws.settings import AwsSettings, StackNames
 from turnmill.errors import BackendUnavailable, InvalidInput, NotFound
 from turnmill.ports import Leased, Message
 
@@ -104,6 +106,36 @@ async def test_json_is_on_the_wire_as_it_is(queue: SqsQueue, clients: AwsClients
     await queue.send([message(body)])
     [raw] = raw_messages(clients, name)
     assert raw["Body"] == body
+
+
+async def test_what_somebody_else_reads_is_in_the_message_itself_or_refused(
+    clients: AwsClients, queue: SqsQueue, name: str
+) -> None:
+    read_by_others = SqsQueue(clients, f"{name}.fifo", f"{name}-dead.fifo", overflow=None)
+    large = json.dumps({"messages": ["é" * 250_000]}, ensure_ascii=False)
+    with pytest.raises(InvalidInput, match=r"SQS takes 1048576 at most.*shorten the conversation"):
+        await read_by_others.send([message(large + large[:-1] + large, "g")])
+    await read_by_others.send([message(large, "g")])
+    [raw] = raw_messages(clients, name)
+    assert raw["Body"] == large
+    assert bodies(await read_by_others.take(max_messages=1)) == [large]
+    # What is in the bucket is for those that know of it.
+    await queue.send([message(large, "h")])
+    assert await read_by_others.take(max_messages=1) == []
+
+
+async def test_a_foreign_trainer_and_its_generator_need_no_bucket(clients: AwsClients, emulator: Emulator) -> None:
+    settings = emulator.settings("sqs")
+    run_id = f"ext-{secrets.token_hex(4)}"
+    for queue in ("generate_request", "rollout_response"):
+        name = StackNames(stack=run_id).queue(queue)
+        clients.call_now("sqs", "create_queue", QueueName=name, Attributes={"FifoQueue": "true"})
+    ports = AwsBackend(settings, account="0" * 12, weights_of=lambda _: NoWeights()).open_external_run(run_id)
+    large = json.dumps({"messages": ["x" * 500_000]})
+    for queue, port in (("generate_request", ports.generate_request[0]), ("rollout_response", ports.rollout_response)):
+        await port.send([message(large, "g")])
+        [raw] = raw_messages(clients, StackNames(stack=run_id).queue(queue).removesuffix(".fifo"))
+        assert raw["Body"] == large
 
 
 async def test_what_others_send_is_read_with_their_group(queue: SqsQueue, clients: AwsClients, name: str) -> None:
@@ -225,6 +257,18 @@ async def test_a_receive_whose_answer_is_lost_is_repeated_by_the_same_attempt(
     [leased] = await queue.lease(max_messages=1, lease_s=1, wait_s=5)
     assert proxy.of("ReceiveMessage")[-1]["ReceiveRequestAttemptId"] != first["ReceiveRequestAttemptId"]
     assert leased.num_receives == 2
+
+
+async def test_what_sqs_does_not_allow_is_said_with_the_name_of_the_queue(proxied: OpenProxied, name: str) -> None:
+    proxy, queue = proxied()
+    proxy.acts["GetQueueUrl"] = [refuse(403, "AccessDeniedException")]
+    with pytest.raises(InvalidInput, match=f"check queue {name}.fifo"):
+        await queue.counts()
+    proxy.acts["ReceiveMessage"] = [refuse(403, "InvalidSecurity")]
+    with pytest.raises(InvalidInput, match="what the credentials in use may do"):
+        await queue.lease(max_messages=1, lease_s=30)
+    with pytest.raises(InvalidInput, match="check the bucket"):
+        Overflow(AwsClients(AwsSettings(region="us-east-1")), "absent", PREFIX).put(b"x")
 
 
 async def test_an_ack_whose_answer_is_lost_removes(proxied: OpenProxied) -> None:

@@ -11,6 +11,7 @@ from tests.aws.emulator import Emulator
 from tests.aws.service_proxy import Faults, running_proxy
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.emptying import delete_objects
 from turnmill.backends.aws.leftovers import what_is_left
 from turnmill.backends.aws.settings import AwsSettings
 from turnmill.backends.aws.templates import run_tags, run_template
@@ -54,6 +55,22 @@ def guard(clients: AwsClients) -> str:
         Timeout=30,
     )
     return str(made["FunctionArn"])
+
+
+async def test_a_bucket_is_emptied_of_what_somebody_else_removes_meanwhile(
+    clients: AwsClients, emulator: Emulator, tmp_path: Path
+) -> None:
+    bucket = "emptied-by-two"
+    clients.call_now("s3", "create_bucket", Bucket=bucket)
+    for number in range(20):
+        clients.call_now("s3", "create_multipart_upload", Bucket=bucket, Key=f"parts/{number}")
+    # An upload that was aborted, whose answer was lost, is not there when that is asked for again.
+    with running_proxy(emulator.url, tmp_path, Faults(lose=0.3, seed=5)) as proxy:
+        behind = AwsClients(AwsSettings(name="failing", region="us-east-1", endpoint_url=proxy.url))
+        await delete_objects(behind, bucket, "parts/")
+        behind.close()
+        assert proxy.counts().faults["lose"] > 0
+    assert "Uploads" not in clients.call_now("s3", "list_multipart_uploads", Bucket=bucket)
 
 
 async def test_what_can_not_be_deleted_is_named_and_deleted_when_it_can_be(

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.aws.emulator import Emulator
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.clients import AwsClients
-from turnmill.backends.aws.deployment import bucket_of, delete_deployment, deploy_deployment, runs_of
+from turnmill.backends.aws.deployment import bucket_of, delete_deployment, deploy_deployment, key_of, runs_of
 from turnmill.backends.aws.functions import CodeLocation
 from turnmill.backends.aws.infra import RunResources, StackRunInfra
 from turnmill.backends.aws.leftovers import what_is_left
@@ -67,6 +68,10 @@ def listed(clients: AwsClients, name: str) -> list[str]:
     return found + [each for each in others if name in each]
 
 
+def as_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
 def num_messages(clients: AwsClients, url: str) -> int:
     """Available or in flight."""
     answer = clients.call_now("sqs", "get_queue_attributes", QueueUrl=url, AttributeNames=["All"])
@@ -104,6 +109,17 @@ async def test_deploying_a_deployment_twice_is_deploying_it_once(clients: AwsCli
     assert await bucket_of(clients, settings) == first["BucketName"]
 
 
+async def test_a_key_of_ones_own_is_kept_where_none_is_named(clients: AwsClients, settings: AwsSettings) -> None:
+    key = clients.call_now("kms", "create_key")["KeyMetadata"]["Arn"]
+    await deployed(clients, replace(settings, kms_key=key))
+    told: list[str] = []
+    await deploy_deployment(clients, settings, told.append)
+    assert told == [f"the bucket goes on encrypting with {key}", f"the stack {settings.name} is as it should be"]
+    assert await key_of(clients, settings) == key
+    await delete_deployment(clients, settings, lambda _: None)
+    assert await key_of(clients, settings) is None
+
+
 async def test_a_deployment_is_removed_with_what_is_stored_there_and_nothing_is_left(
     clients: AwsClients, settings: AwsSettings
 ) -> None:
@@ -138,7 +154,7 @@ async def test_what_is_deployed_for_a_run_is_there_once_and_gone_after_its_delet
     outputs = await stacks.deploy(clients, name, template, tags)
     before = resources_of(clients, name)
     # Five queues, each with the queue of its dead letters, and a table.
-    assert len(before) == 11
+    assert len(before) == 12
     assert await stacks.deploy(clients, name, template, tags) == outputs
     assert resources_of(clients, name) == before
     assert len(listed(clients, name)) == 11
@@ -166,7 +182,7 @@ async def test_a_replica_more_is_one_queue_more_and_the_others_stay(clients: Aws
     )  # fmt: skip
     _, larger, _ = stack_of(settings, num_replicas=2)
     await stacks.deploy(clients, name, larger, tags)
-    assert len(resources_of(clients, name)) == 11
+    assert len(resources_of(clients, name)) == 12
     received = clients.call_now("sqs", "receive_message", QueueUrl=outputs["RolloutQueueUrl"])
     assert [message["Body"] for message in received["Messages"]] == ["m"]
 
@@ -179,7 +195,7 @@ async def test_two_that_deploy_at_once_come_to_the_same_end(clients: AwsClients,
     assert [stack.name for stack in found] == [name]
     _, larger, _ = stack_of(settings, num_replicas=9)
     await asyncio.gather(*(stacks.deploy(clients, name, larger, tags) for _ in range(4)))
-    assert len(resources_of(clients, name)) == 25
+    assert len(resources_of(clients, name)) == 26
     await asyncio.gather(*(stacks.delete(clients, name, tags) for _ in range(3)))
     assert listed(clients, name) == []
 
@@ -248,7 +264,7 @@ asyncio.run(stacks.deploy(clients, {name!r}, {template!r}, {tags!r}))
     assert await process.wait() == -signal.SIGKILL
     outputs = await stacks.deploy(clients, name, template, tags)
     assert outputs["TasksTableName"] == StackNames(stack=name).table
-    assert len(resources_of(clients, name)) == 13
+    assert len(resources_of(clients, name)) == 14
     await stacks.delete(clients, name, tags)
     assert listed(clients, name) == []
 
@@ -349,6 +365,37 @@ def tiny_package() -> CodePackage:
         for name in ("proxy", "rollout", "responses"):
             opened.writestr(f"turnmill/backends/aws/lambdas/{name}.py", handler)
     return CodePackage(digest="tiny", content=buffer.getvalue(), num_unpacked_bytes=1)
+
+
+async def test_deployments_and_runs_of_one_name_in_two_regions_know_nothing_of_each_other(
+    clients: AwsClients, settings: AwsSettings
+) -> None:
+    elsewhere = replace(settings, region="eu-west-1")
+    there = AwsClients(elsewhere)
+    for place, of_place in ((clients, settings), (there, elsewhere)):
+        await deployed(place, of_place)
+    bucket, tags = f"{settings.name}-000000000000-eu-west-1", deployment_tags(elsewhere)
+    # CloudFormation gives the tags of a stack to its buckets and roles, too; the emulator does not.
+    there.call_now("s3", "put_bucket_tagging", Bucket=bucket, Tagging={"TagSet": as_list(tags)})
+    assert f"bucket {bucket}" in await what_is_left(there, settings.name, tags)
+    await delete_deployment(clients, settings, lambda _: None)
+
+    # Made here, as the emulator gives the roles of both stacks one name.
+    name, _, tags = external_stack(elsewhere, CodeLocation(bucket="b", key="k"))
+    there.call_now(
+        "iam",
+        "create_role",
+        RoleName=f"{name}-ProxyRole-1A2B",
+        Path=f"{StackNames(stack=name).role_path}eu-west-1/",
+        AssumeRolePolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": []}),
+        Tags=as_list(tags),
+    )
+    assert await what_is_left(there, name, tags) == [f"role {name}-ProxyRole-1A2B"]
+    assert await what_is_left(clients, name, tags) == []
+
+    there.call_now("iam", "delete_role", RoleName=f"{name}-ProxyRole-1A2B")
+    await delete_deployment(there, elsewhere, lambda _: None)
+    there.close()
 
 
 async def test_a_run_is_deployed_into_its_deployment_and_deleted_with_its_objects(

@@ -58,6 +58,11 @@ def test_what_does_not_come_by_tls_is_denied() -> None:
         (policy,) = of_type(template, kind).values()
         denied = [each for each in policy["PolicyDocument"]["Statement"] if each["Effect"] == "Deny"]
         assert [each["Condition"] for each in denied] == [{"Bool": {"aws:SecureTransport": "false"}}]
+    template = run_template(SETTINGS, "a-stack", "run", 3)
+    (policy,) = of_type(template, "AWS::SQS::QueuePolicy").values()
+    assert sorted(each["Ref"] for each in policy["Queues"]) == sorted(of_type(template, "AWS::SQS::Queue"))
+    (denied,) = policy["PolicyDocument"]["Statement"]
+    assert (denied["Effect"], denied["Condition"]) == ("Deny", {"Bool": {"aws:SecureTransport": "false"}})
 
 
 def test_the_records_of_a_deployment_can_be_recovered_and_those_of_a_run_go_with_it() -> None:
@@ -123,6 +128,17 @@ def test_the_url_of_the_proxy_asks_for_a_signature_and_for_both_permissions() ->
         (caller, action) for caller in CALLERS for action in ("lambda:InvokeFunction", "lambda:InvokeFunctionUrl")
     )
     assert not of_type(run_template(SETTINGS, "s", "run", 1, with_proxy=True, code=CODE), "AWS::Lambda::Permission")
+
+
+@pytest.mark.parametrize("caller", ["*", "arn:aws:iam::*:role/agents", "lambda.amazonaws.com", "12345", ""])
+def test_nobody_is_allowed_to_call_the_proxy_by_a_wildcard(caller: str) -> None:
+    with pytest.raises(InvalidInput, match="name the ARN of a role or user, or the 12 digits of an account"):
+        run_template(SETTINGS, "s", "run", 1, with_proxy=True, callers=[*CALLERS, caller], code=CODE)
+
+
+def test_the_roles_of_a_stack_are_known_from_those_of_its_namesake_in_another_region() -> None:
+    paths = [role["Path"] for role in of_type(external(), "AWS::IAM::Role").values()]
+    assert paths == [{"Fn::Sub": "/turnmill/my-trainer/${AWS::Region}/"}] * 3
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEY], ids=["own-keys", "kms"])

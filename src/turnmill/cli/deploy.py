@@ -16,7 +16,11 @@ from turnmill.wiring.event_loop import run_loop
 @click.command(short_help="Make, or remove, what a deployment on AWS consists of.")
 @click.option("--name", default="turnmill", show_default=True, help="Of the deployment; what it has is named after it.")
 @click.option("--region", help="AWS region. [default: AWS_REGION, or the shared configuration files]")
-@click.option("--kms-key", metavar="ARN", help="KMS key that the bucket encrypts with. [default: S3's own keys]")
+@click.option(
+    "--kms-key",
+    metavar="ARN",
+    help="KMS key that the bucket encrypts with. [default: the one it has, else S3's own keys]",
+)
 @click.option("--delete", "is_delete", is_flag=True, help="Remove it, and everything that is stored there.")
 @click.option("--yes", is_flag=True, help="Don't ask before removing it.")
 @json_option("Print one object: the name and what there is. Progress goes to standard error.")

@@ -58,6 +58,11 @@ class Launcher(Protocol):
 class RunInfra(Protocol):
     """What the ports of one run stand on: its queues, records, and places for blobs, weights, logs and checkpoints."""
 
+    @property
+    def expected_s(self) -> float:
+        """Seconds within which `deploy` is expected to end: what takes longer is worth a look."""
+        ...
+
     async def deploy(self) -> list[str]:
         """Make all of it, so that a later write finds it there; the names of its parts, for people.
 

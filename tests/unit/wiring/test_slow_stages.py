@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.infra import RunResources, StackRunInfra
+from turnmill.backends.aws.settings import AwsSettings
 from turnmill.backends.embedded import ProcessLauncher, open_root_records, open_run
 from turnmill.budget import Meter
 from turnmill.config import Config, to_dict
@@ -89,3 +92,24 @@ async def test_a_training_is_slow_where_the_time_that_earlier_attempts_left_does
     assert "90 steps are left at 1.9 s each" in finding.summary and "max_runtime_s ends it after 1" in finding.summary
     roomy = replace(ctx, config=replace(CONFIG, max_runtime_s=900.0))
     assert await SlowStages(tmp_path, roomy, record, RecentMetrics(ctx.ports, "r1")).look() == []
+
+
+async def test_how_long_the_infrastructure_may_take_is_a_matter_of_what_it_is_made_on(
+    tmp_path: Path, world: tuple[StageContext, RunRecord]
+) -> None:
+    ctx, record = world
+    settings = AwsSettings(region="us-east-1")
+    stack = StackRunInfra(AwsClients(settings), settings, "r1", {}, RunResources(num_replicas=1))
+    on_aws = replace(ctx, ports=replace(ctx.ports, infra=stack))
+
+    async def slow(ctx: StageContext, taken_s: float) -> list[str]:
+        stage = StageRecord(name="DeployRunInfra", state="running", started_at=time.time() - taken_s, attempt=2)
+        await record.stage(stage)
+        found = await SlowStages(tmp_path, ctx, record, RecentMetrics(ctx.ports, "r1")).look()
+        return [finding.summary for finding in found]
+
+    (summary,) = await slow(ctx, 60.0)
+    assert "5 s are expected" in summary
+    assert await slow(on_aws, 60.0) == []
+    (summary,) = await slow(on_aws, 400.0)
+    assert "300 s are expected" in summary

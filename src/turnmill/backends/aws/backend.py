@@ -62,6 +62,12 @@ def find_account(settings: AwsSettings) -> Found:
             f"there is no deployment {settings.name!r} in account {account}, region {region}: "
             f"`turnmill deploy --name {settings.name}` makes it"
         ) from None
+    tags = {tag["Key"]: tag["Value"] for tag in stack.get("Tags", [])}
+    if tags.get("turnmill:deployment") != settings.name or "turnmill:run" in tags:
+        raise InvalidInput(
+            f"the stack {settings.name!r} in account {account}, region {region} is no deployment of Turnmill: name "
+            "another one, or make one under another name (`turnmill deploy --name NAME`)"
+        )
     if stack["StackStatus"] not in _MADE:
         raise InvalidInput(
             f"the deployment {settings.name!r} in account {account}, region {region} is in {stack['StackStatus']}: "
@@ -159,8 +165,15 @@ class AwsBackend:
         )
 
     def open_external_run(self, run_id: str) -> RunPorts:
-        """The ports of a run whose trainer and generator are somebody else's, who have one generate_request."""
-        return replace(self.open_run(run_id, num_replicas=0), generate_request=[self._queue(run_id, GENERATE_REQUEST)])
+        """The ports of a run whose trainer and generator are somebody else's, who have one generate_request.
+
+        What these two read is in the messages themselves: they know nothing of the bucket.
+        """
+        return replace(
+            self.open_run(run_id, num_replicas=0),
+            generate_request=[self._queue(run_id, GENERATE_REQUEST, is_read_by_others=True)],
+            rollout_response=self._queue(run_id, "rollout_response", is_read_by_others=True),
+        )
 
     # ------------------------------------------------------------ readers
 
@@ -221,9 +234,9 @@ class AwsBackend:
         own = DynamoRecordStore(self._clients, names.table, overflow=large)
         return own, RunRecords(own, self.open_records())
 
-    def _queue(self, run_id: str, name: str) -> SqsQueue:
+    def _queue(self, run_id: str, name: str, *, is_read_by_others: bool = False) -> SqsQueue:
         names = StackNames(stack=self._settings.run_stack(check_run_id(run_id)))
-        overflow = Overflow(self._clients, self._bucket, f"{_prefix(run_id)}messages/")
+        overflow = None if is_read_by_others else Overflow(self._clients, self._bucket, f"{_prefix(run_id)}messages/")
         return SqsQueue(self._clients, names.queue(name), names.dead_letter_queue(name), overflow=overflow)
 
     def _infra(self, run_id: str, queues: Mapping[str, SqsQueue]) -> StackRunInfra:

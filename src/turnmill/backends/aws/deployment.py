@@ -4,6 +4,7 @@ settings -> the stack of the deployment: bucket, records, alert topic, log group
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.clients import AwsClients
@@ -13,7 +14,13 @@ from turnmill.errors import Conflict, InvalidInput, NotFound
 
 
 async def deploy_deployment(clients: AwsClients, settings: AwsSettings, tell: Callable[[str], None]) -> dict[str, str]:
-    """Make it what the settings say; the outputs of its stack. Idempotent; raises as `stacks.deploy`."""
+    """Make it what the settings say; the outputs of its stack. Idempotent; raises as `stacks.deploy`.
+
+    Settings without a KMS key leave the bucket the one that it has: nobody who repeats a command means to drop it.
+    """
+    if settings.kms_key is None and (key := await key_of(clients, settings)) is not None:
+        tell(f"the bucket goes on encrypting with {key}")
+        settings = replace(settings, kms_key=key)
     template = deployment_template(settings)
     return await stacks.deploy(clients, settings.name, template, deployment_tags(settings), tell=tell)
 
@@ -44,3 +51,9 @@ async def bucket_of(clients: AwsClients, settings: AwsSettings) -> str:
             f"there is no deployment {settings.name!r} in {clients.region}: `turnmill deploy --name {settings.name}` "
             "makes it"
         ) from error
+
+
+async def key_of(clients: AwsClients, settings: AwsSettings) -> str | None:
+    """The KMS key that the bucket encrypts with; None where the keys are S3's, or there is no such deployment."""
+    stack = await stacks.find(clients, settings.name)
+    return stack.outputs.get("BucketKmsKey") if stack is not None else None

@@ -1,5 +1,6 @@
 """Deleting all that a bucket holds below a prefix: every version, every marker of a deletion, every part."""
 
+from contextlib import suppress
 from typing import Any
 
 from turnmill.backends.aws.clients import AwsClients, Refused
@@ -27,7 +28,9 @@ async def delete_objects(clients: AwsClients, bucket: str, prefix: str = "") -> 
                 num_deleted += len(objects)
         for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
             for upload in page.get("Uploads", []):
-                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                # Gone since: completed, aborted by another one or by this, whose answer was lost.
+                with suppress(client.exceptions.NoSuchUpload):
+                    client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         return num_deleted
 
     try:

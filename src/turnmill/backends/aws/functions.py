@@ -8,12 +8,14 @@ A role's statements name resources of its own stack, the run's prefix in the dep
 the deployment's table. `logs` takes a resource `...:*`: the streams of one group.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from turnmill.backends.aws.resources import Json, bucket_name, log_group, queue_id
 from turnmill.backends.aws.settings import AwsSettings, StackNames
+from turnmill.errors import InvalidInput
 
 RUNTIME, ARCHITECTURE = "python3.12", "x86_64"
 HANDLERS = "turnmill.backends.aws.lambdas"
@@ -22,6 +24,7 @@ _BATCH_SIZE = 10
 # Partitions of the deployment's table: the records of runs, and those of whom has been told what.
 _RUNS = ("runs/all",)
 _ALERTS = ("alerts/all", "alerts/handed_over", "sightings/all")
+_CALLER = re.compile(r"\d{12}|arn:aws[a-z-]*:iam::\d{12}:(root|(role|user)/[\w+=,.@/-]+)", re.ASCII)
 _FIND = ("sqs:GetQueueAttributes", "sqs:GetQueueUrl")
 _SEND = ("sqs:SendMessage", *_FIND)
 _CONSUME = ("sqs:ChangeMessageVisibility", "sqs:DeleteMessage", "sqs:ReceiveMessage", *_FIND)
@@ -174,7 +177,7 @@ def _role(function: _Function, settings: AwsSettings, names: StackNames, run_id:
     properties = {
         "AssumeRolePolicyDocument": _document([trust]),
         "Description": f"What the function {names.function(function.name)} may do",
-        "Path": names.role_path,
+        "Path": {"Fn::Sub": f"{names.role_path}${{AWS::Region}}/"},
         "Policies": [{"PolicyName": function.name, "PolicyDocument": _document(statements)}],
     }
     return {"Type": "AWS::IAM::Role", "Properties": properties}
@@ -198,7 +201,15 @@ def _bucket_statements(settings: AwsSettings, run_id: str) -> list[Json]:
 
 
 def _url_resources(callers: Sequence[str]) -> Json:
-    """The proxy's URL. Who calls it needs both permissions; in the same account, its own policies may give them."""
+    """The proxy's URL. Who calls it needs both permissions; in the same account, its own policies may give them.
+
+    Raises `InvalidInput` for a caller that is not one role, user or account: `*` would be everybody who has an account.
+    """
+    for caller in callers:
+        if _CALLER.fullmatch(caller) is None:
+            raise InvalidInput(
+                f"caller {caller!r} can't be allowed: name the ARN of a role or user, or the 12 digits of an account"
+            )
     function = {"Ref": "ProxyFunction"}
     url = {
         "AuthType": "AWS_IAM",

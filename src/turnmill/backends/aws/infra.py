@@ -41,6 +41,9 @@ class RunResources:
 class StackRunInfra:
     """Implements `ports.RunInfra`; `queues` are those of the run, by name."""
 
+    # CloudFormation makes a stack within a minute or two, its roles and functions being what takes longest.
+    expected_s = 300.0
+
     def __init__(
         self,
         clients: AwsClients,

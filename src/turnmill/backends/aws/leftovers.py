@@ -2,7 +2,8 @@
 
     names that begin like the stack's -> those with its tags -> "queue NAME", "log group NAME" ...
 
-A stack that is gone lists nothing, so that what CloudFormation forgot is found only so.
+A stack that is gone lists nothing, so that what CloudFormation forgot is found only so. Buckets and roles are known in
+all regions; those of a stack of the same name in another region are not what is left of this one.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ class _Kind:
     # As people call it.
     what: str
     service: str
-    # Name and handle, by which the service knows it, of those that begin like the stack.
-    listed: Callable[[Any, str], Iterator[tuple[str, str]]]
+    # Name and handle, by which the service knows it, of those in a region that begin like the stack.
+    listed: Callable[[Any, str, str], Iterator[tuple[str, str]]]
     # The tags of a handle.
     tags: Callable[[Any, str], Mapping[str, str]]
 
@@ -47,8 +48,11 @@ async def what_is_left(clients: AwsClients, name: str, tags: Mapping[str, str]) 
 
 
 def _left_of(clients: AwsClients, kind: _Kind, name: str, tags: Mapping[str, str]) -> list[str]:
+    def work(client: Any) -> list[tuple[str, str]]:
+        return list(kind.listed(client, name, clients.region))
+
     try:
-        listed = clients.work_with(kind.service, f"list {kind.what}s", lambda client: list(kind.listed(client, name)))
+        listed = clients.work_with(kind.service, f"list {kind.what}s", work)
     except Refused as refused:
         raise InvalidInput(f"what is left of {name} can't be looked for: {refused}") from refused
     return [f"{kind.what} {each}" for each, handle in listed if tags.items() <= _tags(clients, kind, handle).items()]
@@ -67,13 +71,13 @@ def _pages(client: Any, operation: str, **parameters: Any) -> Iterator[Any]:
     yield from client.get_paginator(operation).paginate(**parameters)
 
 
-def _queues(client: Any, name: str) -> Iterator[tuple[str, str]]:
+def _queues(client: Any, name: str, _: str) -> Iterator[tuple[str, str]]:
     for page in _pages(client, "list_queues", QueueNamePrefix=f"{name}-", PaginationConfig={"PageSize": 1000}):
         for url in page.get("QueueUrls", []):
             yield url.rpartition("/")[2], url
 
 
-def _tables(client: Any, name: str) -> Iterator[tuple[str, str]]:
+def _tables(client: Any, name: str, _: str) -> Iterator[tuple[str, str]]:
     for page in _pages(client, "list_tables"):
         for table in page["TableNames"]:
             if table.startswith(f"{name}-"):
@@ -83,36 +87,36 @@ def _tables(client: Any, name: str) -> Iterator[tuple[str, str]]:
                     continue
 
 
-def _functions(client: Any, name: str) -> Iterator[tuple[str, str]]:
+def _functions(client: Any, name: str, _: str) -> Iterator[tuple[str, str]]:
     for page in _pages(client, "list_functions"):
         for function in page["Functions"]:
             if function["FunctionName"].startswith(f"{name}-"):
                 yield function["FunctionName"], function["FunctionArn"]
 
 
-def _log_groups(client: Any, name: str) -> Iterator[tuple[str, str]]:
+def _log_groups(client: Any, name: str, _: str) -> Iterator[tuple[str, str]]:
     for prefix in (f"/aws/lambda/{name}-", f"/turnmill/{name}/"):
         for page in _pages(client, "describe_log_groups", logGroupNamePrefix=prefix):
             for group in page["logGroups"]:
                 yield group["logGroupName"], group["arn"].removesuffix(":*")
 
 
-def _roles(client: Any, name: str) -> Iterator[tuple[str, str]]:
-    for page in _pages(client, "list_roles", PathPrefix=f"/turnmill/{name}/"):
+def _roles(client: Any, name: str, region: str) -> Iterator[tuple[str, str]]:
+    for page in _pages(client, "list_roles", PathPrefix=f"/turnmill/{name}/{region}/"):
         for role in page["Roles"]:
             yield role["RoleName"], role["RoleName"]
 
 
-def _topics(client: Any, name: str) -> Iterator[tuple[str, str]]:
+def _topics(client: Any, name: str, _: str) -> Iterator[tuple[str, str]]:
     for page in _pages(client, "list_topics"):
         for topic in page["Topics"]:
             if topic["TopicArn"].rpartition(":")[2].startswith(f"{name}-"):
                 yield topic["TopicArn"].rpartition(":")[2], topic["TopicArn"]
 
 
-def _buckets(client: Any, name: str) -> Iterator[tuple[str, str]]:
-    for bucket in client.list_buckets()["Buckets"]:
-        if bucket["Name"].startswith(f"{name}-"):
+def _buckets(client: Any, name: str, region: str) -> Iterator[tuple[str, str]]:
+    for page in _pages(client, "list_buckets", Prefix=f"{name}-", BucketRegion=region):
+        for bucket in page["Buckets"]:
             yield bucket["Name"], bucket["Name"]
 
 

@@ -48,10 +48,11 @@ class SqsQueue:
     """Implements `ports.Queue`; a receipt is SQS's receipt handle. Has nothing to close: the clients are the caller's.
 
     `name` and `dead_letters` are the names of two FIFO queues, made of `queue_properties`; `overflow` is where bodies
-    lie that are too large for a message. Raises `NotDeployed` where the queues are not there.
+    lie that are too large for a message; None: there are none, as somebody else reads the queue, and a larger message
+    than SQS takes is `InvalidInput`. Raises `NotDeployed` where the queues are not there.
     """
 
-    def __init__(self, clients: AwsClients, name: str, dead_letters: str, *, overflow: Overflow) -> None:
+    def __init__(self, clients: AwsClients, name: str, dead_letters: str, *, overflow: Overflow | None) -> None:
         self._clients = clients
         self._overflow = overflow
         self._queue = QueueRequests(clients, name)

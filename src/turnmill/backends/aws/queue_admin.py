@@ -72,7 +72,7 @@ class DeadLetterQueue:
     For threads.
     """
 
-    def __init__(self, queue: QueueRequests, source: QueueRequests, overflow: Overflow) -> None:
+    def __init__(self, queue: QueueRequests, source: QueueRequests, overflow: Overflow | None) -> None:
         self._queue = queue
         self._source = source
         self._overflow = overflow

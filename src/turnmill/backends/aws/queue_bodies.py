@@ -8,6 +8,9 @@
 | other bytes, and none at all | `base64,` and the base64 of it | `base64` |
 | above `MAX_INLINE_BYTES` on the wire | the key of an object in S3 | `object` |
 
+A queue that somebody else reads has no objects: who reads plain JSON knows nothing of our bucket. Its messages are as
+large as SQS takes them.
+
 Group and deduplication ids are SHA-256 digests: ours are of any length and alphabet. The group itself travels, as JSON,
 in the attribute `turnmill.group`; of a message that others sent it is the id that SQS knows.
 
@@ -23,7 +26,7 @@ import re
 import uuid
 
 from turnmill.backends.aws.clients import AwsClients, Refused
-from turnmill.backends.aws.queue_requests import Outgoing, Received
+from turnmill.backends.aws.queue_requests import MAX_MESSAGE_BYTES, Outgoing, Received
 from turnmill.errors import InvalidInput
 from turnmill.ports import Message
 
@@ -48,7 +51,7 @@ class Overflow:
         self._prefix = prefix
 
     def put(self, body: bytes) -> str:
-        """Store; returns the key. The same body always has the same one."""
+        """Store; returns the key. The same body always has the same one. Raises `InvalidInput` for missing rights."""
         key = self._prefix + hashlib.sha256(body).hexdigest()
         try:
             self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
@@ -73,28 +76,39 @@ class Overflow:
         return body
 
 
-def to_wire(message: Message, overflow: Overflow) -> Outgoing:
-    """`message` with a deduplication id of its own where it has none; stores its body first where it is too large."""
+def to_wire(message: Message, overflow: Overflow | None) -> Outgoing:
+    """`message` with a deduplication id of its own where it has none; stores its body first where it is too large.
+
+    Without an `overflow` it is as large as it is; raises `InvalidInput` above what SQS takes.
+    """
     body, encoding = _encoded(message.body)
-    if len(body.encode()) > MAX_INLINE_BYTES:
+    if overflow is not None and len(body.encode()) > MAX_INLINE_BYTES:
         body, encoding = overflow.put(message.body), _OBJECT
     attributes = {GROUP: _string(json.dumps(message.group))}
     if encoding is not None:
         attributes[ENCODING] = _string(encoding)
-    return Outgoing(
+    outgoing = Outgoing(
         group_id=digest(message.group),
         dedup_id=uuid.uuid4().hex if message.dedup_id is None else digest(message.dedup_id),
         body=body,
         attributes=attributes,
     )
+    if outgoing.num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidInput(
+            f"a message has {outgoing.num_bytes} bytes with its attributes, and SQS takes {MAX_MESSAGE_BYTES} at most, "
+            "which is the limit where somebody else reads the queue: shorten the conversation or its data"
+        )
+    return outgoing
 
 
-def body_of(received: Received, overflow: Overflow) -> bytes:
+def body_of(received: Received, overflow: Overflow | None) -> bytes:
     """Raises `UnreadableBody`."""
     encoding = received.attributes.get(ENCODING, {}).get("StringValue")
     if encoding is None:
         return received.body.encode()
     if encoding == _OBJECT:
+        if overflow is None:
+            raise UnreadableBody(f"its body is said to be at {received.body!r}, and its queue has no objects")
         return overflow.get(received.body)
     if encoding != _BASE64 or not received.body.startswith(_BASE64_PREFIX):
         raise UnreadableBody(f"its body has the unknown encoding {encoding!r}")

@@ -22,11 +22,12 @@ from turnmill.errors import BackendUnavailable, InvalidInput, NotDeployed, NotFo
 
 logger = logging.getLogger(__name__)
 # Limits of the service.
-MAX_BATCH, MAX_BATCH_BYTES = 10, 1_048_576
+MAX_BATCH, MAX_BATCH_BYTES, MAX_MESSAGE_BYTES = 10, 1_048_576, 1_048_576
 MAX_POLL_S, MAX_VISIBILITY_S = 20, 43_200
 # Tries of an entry, the first one included; the pauses between them come to 3 s at most.
 ENTRY_TRIES, _ENTRY_PAUSE_S = 6, 0.1
 _ABSENT = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
+# Somebody purges the queue already: the one refusal that passes.
 _PURGING = "PurgeQueueInProgress"
 _SYSTEM_ATTRIBUTES = ["ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"]
 
@@ -128,7 +129,7 @@ class QueueRequests:
         return found
 
     def call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """An operation on this queue."""
+        """An operation on this queue; raises `NotDeployed`, `BusyPurging`, and `InvalidInput` for what is refused otherwise."""
         try:
             if self._url is None:
                 self._url = str(self._clients.call_now("sqs", "get_queue_url", QueueName=self.name)["QueueUrl"])

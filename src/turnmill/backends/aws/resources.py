@@ -4,7 +4,7 @@ What holds data goes with its stack (`_GOES`): nothing is retained. Values are e
 the account that the stack is made in, so that a template is the same everywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnmill.backends.aws.queue_properties import dead_letter_queue_properties, queue_properties
@@ -32,6 +32,11 @@ def queue_id(queue: str) -> str:
     return f"{''.join(part.capitalize() for part in kind.split('_'))}Queue{index}"
 
 
+def dead_letters_id(queue_id: str) -> str:
+    """The logical id of the queue of its dead letters."""
+    return queue_id.replace("Queue", "DeadLetters")
+
+
 def log_group(name: str) -> Json:
     """A log group that forgets."""
     properties = {"LogGroupName": name, "RetentionInDays": LOG_RETENTION_DAYS}
@@ -41,7 +46,7 @@ def log_group(name: str) -> Json:
 def queue_resources(names: StackNames, queue: str) -> Json:
     """A queue with the queue of its dead letters, each of which knows the other one."""
     logical_id = queue_id(queue)
-    dead_letters = logical_id.replace("Queue", "DeadLetters")
+    dead_letters = dead_letters_id(logical_id)
     name = names.queue(queue)
     # As text: an expression of the one resource in the other, and the other way round, would be a circle.
     arn = {"Fn::Sub": f"arn:${{AWS::Partition}}:sqs:${{AWS::Region}}:${{AWS::AccountId}}:{name}"}
@@ -50,6 +55,23 @@ def queue_resources(names: StackNames, queue: str) -> Json:
         dead_letters: _queue(dead_letter_queue_properties(names.dead_letter_queue(queue), arn)),
         logical_id: _queue(queue_properties(name, dead_letters_arn, max_receives=MAX_RECEIVES)),
     }
+
+
+def queues_policy(queues: Sequence[str]) -> Json:
+    """Of these queues and those of their dead letters: by TLS, or not at all."""
+    ids = [queue_id(queue) for queue in queues]
+    statement = {
+        "Sid": "TlsOnly",
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "sqs:*",
+        # Of each queue, itself: one policy for all of them, as a stack has a limit of resources.
+        "Resource": "*",
+        "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+    }
+    urls = [{"Ref": each} for name in ids for each in (name, dead_letters_id(name))]
+    document = {"Version": "2012-10-17", "Statement": [statement]}
+    return {"Type": "AWS::SQS::QueuePolicy", "Properties": {"Queues": urls, "PolicyDocument": document}}
 
 
 def _queue(properties: Json) -> Json:

@@ -148,7 +148,10 @@ class StackNames:
 
     @property
     def role_path(self) -> str:
-        """Of its functions' roles; they are named by CloudFormation, since IAM has the same names in all regions."""
+        """Of its functions' roles; they are named by CloudFormation, since IAM has the same names in all regions.
+
+        Those of a region are below its name there: a stack in another region may have the same one.
+        """
         return check_name("role path", f"/turnmill/{self.stack}/")
 
     def _queue_base(self, name: str) -> str:

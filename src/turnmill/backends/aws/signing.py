@@ -4,10 +4,12 @@
 
 A signature needs the Authorization header for itself. A bearer token that stands there moves to
 `X-Turnmill-Authorization`, where a proxy looks as well, so that whoever sends a request needs to know nothing of its
-being signed. A request that is repeated is signed again: a signature is good for five minutes.
+being signed. A request that is repeated is signed again: a signature is good for five minutes. The URL of a function
+names its region, which is the one that it is signed for: whoever calls it may be at home in another one.
 """
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ from turnmill.errors import BackendUnavailable, InvalidInput
 LAMBDA = "lambda"
 # Credentials that do not renew themselves (a file that somebody writes anew, say) are read again after that long.
 _REREAD_S = 30.0
+_FUNCTION_URL = re.compile(r"[a-z0-9]+\.lambda-url\.([a-z0-9-]+)\.on\.aws")
 # How the Authorization header of a signed request begins.
 _SIGNATURE = "AWS4-HMAC-SHA256"
 # Of one connection, not of the request: whoever passes it on may change them.
@@ -86,7 +89,7 @@ class RequestSigner:
         if not has_host:
             # As it is sent: botocore would leave a port out that is the usual one.
             request.headers["Host"] = urlsplit(url).netloc
-        SigV4Auth(self._frozen(), self._service, self._region).add_auth(request)
+        SigV4Auth(self._frozen(), self._service, _region_of(url) or self._region).add_auth(request)
         return {name: value for name, value in request.headers.items() if has_host or name != "Host"}
 
     def _is_at_hand(self) -> bool:
@@ -114,6 +117,12 @@ class RequestSigner:
         except (BotoCoreError, ClientError, RuntimeError) as error:
             # The last one is what botocore says where renewed credentials are as old as those before.
             raise BackendUnavailable(f"the AWS credentials can't be read: {error}") from error
+
+
+def _region_of(url: str) -> str | None:
+    """None where the URL is not that of a function, but a domain of one's own or a gateway's."""
+    named = _FUNCTION_URL.fullmatch(urlsplit(url).hostname or "")
+    return named[1] if named else None
 
 
 def _unsigned(headers: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from turnmill.backends.aws.resources import (
     queue_id,
     queue_resources,
     queues_of_run,
+    queues_policy,
     table,
     topic,
     topic_policy,
@@ -50,12 +51,14 @@ def deployment_template(settings: AwsSettings) -> Json:
         "AlertsPolicy": topic_policy(),
         "Metrics": log_group(settings.log_group),
     }
-    outputs = {
+    outputs: Json = {
         "BucketName": {"Ref": "Bucket"},
         "RecordsTableName": {"Ref": "Records"},
         "AlertTopicArn": {"Ref": "Alerts"},
         "MetricsLogGroupName": {"Ref": "Metrics"},
     }
+    if settings.kms_key is not None:
+        outputs["BucketKmsKey"] = settings.kms_key
     return _template(f"Turnmill deployment {settings.name}: what its runs share", resources, outputs)
 
 
@@ -85,6 +88,7 @@ def run_template(
         resources |= queue_resources(names, queue)
         if queue in _QUEUE_OUTPUTS:
             outputs[_QUEUE_OUTPUTS[queue]] = {"Ref": queue_id(queue)}
+    resources["QueuesPolicy"] = queues_policy(queues)
     if external or with_proxy:
         if code is None:
             raise InvalidInput("the Lambda functions of a run need their code: pack it, then store it in the bucket")

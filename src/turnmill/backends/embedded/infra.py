@@ -39,6 +39,8 @@ class RunFolder:
 class FolderRunInfra:
     """Implements `ports.RunInfra` in `folder`, which holds the files of `records` and `queues`."""
 
+    expected_s = 5.0
+
     def __init__(self, folder: Path, records: SqliteRecordStore, queues: Mapping[str, SqliteQueue]) -> None:
         self._folder = RunFolder(folder)
         self._records = records

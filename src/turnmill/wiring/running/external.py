@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.clients import AwsClients
-from turnmill.backends.aws.deployment import bucket_of
+from turnmill.backends.aws.deployment import bucket_of, key_of
 from turnmill.backends.aws.infra import RunResources, StackRunInfra
 from turnmill.backends.aws.large_values import LargeValues
 from turnmill.backends.aws.records import DynamoRecordStore
@@ -58,7 +58,7 @@ async def begin_external(
     check_stack_name(run_id)
     bucket = await bucket_of(clients, settings)
     records = _records(clients, settings, bucket)
-    settings = replace(settings, kms_key=await _key_of(clients, bucket))
+    settings = replace(settings, kms_key=await key_of(clients, settings))
     known, version = await _find(records, run_id)
     if known is not None and known.status.is_final:
         raise InvalidInput(f"run {run_id} has ended ({known.status}): begin another one, under another name")
@@ -108,14 +108,6 @@ def _check_parameters(resolved: Resolved) -> None:
 def _records(clients: AwsClients, settings: AwsSettings, bucket: str) -> RecordStore:
     """The deployment's."""
     return DynamoRecordStore(clients, settings.table, overflow=LargeValues(clients, bucket, "records/"))
-
-
-async def _key_of(clients: AwsClients, bucket: str) -> str | None:
-    """The KMS key that the bucket encrypts with, which the functions have to be given; None where it is S3's."""
-    answer = await clients.call("s3", "get_bucket_encryption", Bucket=bucket)
-    (rule,) = answer["ServerSideEncryptionConfiguration"]["Rules"]
-    key: str | None = rule["ApplyServerSideEncryptionByDefault"].get("KMSMasterKeyID")
-    return key
 
 
 async def _find(records: RecordStore, run_id: str) -> tuple[Run | None, int]:

@@ -121,6 +121,9 @@ class SlowStages:
                 is_open=self._found == stage.name,
             )
         expected_s = row.expected_s
+        if stage.name == "DeployRunInfra":
+            # By what it is made on: files are there at once, a cloud's services take minutes.
+            expected_s = max(expected_s, self._ctx.ports.infra.expected_s)
         if stage.name == "Evaluate":
             by_pace = expected_evaluation_s(self._num_rollouts(), await self._metrics.read())
             # Nothing to go by: then it is slow when it is likely not to end in time.
