@@ -129,7 +129,7 @@ class QueueRequests:
         return found
 
     def call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """An operation on this queue; raises `NotDeployed`, `BusyPurging`, and `InvalidInput` for what is refused otherwise."""
+        """An operation on this queue; raises `NotDeployed`, `BusyPurging`, `InvalidInput` for other refusals."""
         try:
             if self._url is None:
                 self._url = str(self._clients.call_now("sqs", "get_queue_url", QueueName=self.name)["QueueUrl"])
