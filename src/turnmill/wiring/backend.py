@@ -56,6 +56,10 @@ class Remote(Protocol):
         """The ports of a run whose trainer and generator are somebody else's."""
         ...
 
+    def fetch_model(self, run_id: str, folder: Path) -> Path | None:
+        """What was published last of a run, downloaded to `folder`/<version>; None where nothing was. Blocks."""
+        ...
+
     async def remove_run(self, run_id: str, *, models: bool) -> None:
         """Remove all of a run but its record, with `models` what it published too. Idempotent."""
         ...

@@ -102,8 +102,8 @@ class AwsClients:
         region = self._session.region_name
         if not region:
             raise InvalidInput(
-                "no AWS region is configured: set AWS_REGION, or name one (`turnmill deploy --region`, region of [backend] "
-                "in turnmill.toml)"
+                "no AWS region is configured: set AWS_REGION, or name one (`turnmill deploy --region`, or region in "
+                "[backend] of turnmill.toml)"
             )
         return str(region)
 
@@ -191,7 +191,7 @@ class AwsClients:
 
 
 def _session(settings: AwsSettings) -> boto3.session.Session:
-    """Reads the shared configuration files; raises `InvalidInput` where they, or what is named of them, can't be used."""
+    """Reads the shared configuration files; raises `InvalidInput` where they, or the profile, can't be used."""
     try:
         return boto3.session.Session(region_name=settings.region)
     except BotoCoreError as error:
