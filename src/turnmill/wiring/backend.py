@@ -156,7 +156,7 @@ def choose(root: Path, *, flag: str | None, is_local: bool, environ: Mapping[str
     if known is not None:
         if wanted is not None and _differs(wanted, known):
             raise _refused(root, _text(known), wanted)
-        _on_aws(root, known).check(account=known.account)
+        _on_aws(root, known).check()
         return
     if wanted is None or wanted.type is BackendType.EMBEDDED:
         if is_local:
@@ -242,7 +242,9 @@ def _on_aws(root: Path, record: _Record) -> "AwsBackend":
     from turnmill.backends.aws.backend import AwsBackend
     from turnmill.backends.aws.settings import AwsSettings
 
-    settings = AwsSettings(name=record.name, region=record.region, endpoint_url=record.endpoint_url)
+    settings = AwsSettings(
+        name=record.name, region=record.region, endpoint_url=record.endpoint_url, account=record.account
+    )
     return AwsBackend(settings, account=record.account, weights_of=partial(open_weights, root))
 
 

@@ -95,6 +95,8 @@ class AwsClients:
         self._clients: dict[str, Any] = {}
         self._making = threading.Lock()
         self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Limiters] = weakref.WeakKeyDictionary()
+        # Whether the credentials in use are known to be those of the deployment's account.
+        self._is_own_account = settings.account is None
 
     @property
     def region(self) -> str:
@@ -140,6 +142,8 @@ class AwsClients:
         It begins anew where the credentials expire in the middle, so that it has to be idempotent.
         """
         for tries_left in reversed(range(EXPIRED_TRIES)):
+            if not self._is_own_account and service != "sts":
+                self._check_account()
             client = self._client(service)
             try:
                 return work(client)
@@ -158,11 +162,25 @@ class AwsClients:
                 raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
         raise AssertionError("the last try returns or raises")
 
+    def _check_account(self) -> None:
+        """Names of tables and queues say no account: another one's of the same name would be read, and removed."""
+        try:
+            account = self.call_now("sts", "get_caller_identity")["Account"]
+        except Refused as refused:
+            raise InvalidInput(f"the AWS credentials can't be used: {refused}") from refused
+        if account != self._settings.account:
+            raise InvalidInput(
+                f"the credentials are those of account {account}; the deployment is in {self._settings.account}: set "
+                "AWS_PROFILE, or log in there"
+            )
+        self._is_own_account = True
+
     def _renew(self) -> None:
         """The next client reads the credentials again: they may stand in a file or a variable, which never refresh."""
         with self._making:
             self._session = _session(self._settings)
             self._clients.clear()
+            self._is_own_account = self._settings.account is None
 
     def _client(self, service: str) -> Any:
         with self._making:

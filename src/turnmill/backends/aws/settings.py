@@ -79,6 +79,8 @@ class AwsSettings:
     region: str | None = None
     # Of all services, for an emulator; None: as the environment says (AWS_ENDPOINT_URL), else AWS itself.
     endpoint_url: str | None = None
+    # Credentials of another one are refused; None: whose they are makes no difference.
+    account: str | None = None
     # ARN of the KMS key that the bucket encrypts with; None: with S3's own keys.
     kms_key: str | None = None
 
