@@ -1,5 +1,8 @@
 """The clients: errors get their names, and expired credentials are read anew."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.aws.emulator import Emulator
@@ -47,3 +50,28 @@ def test_what_belongs_to_a_run_is_named_within_the_limits() -> None:
     assert names.dead_letter_queue("generate_response").endswith("-SageMaker-GenerateResponseDeadLetters.fifo")
     assert len(names.function("responses")) <= 64
     assert len(names.dead_letter_queue("generate_response-123")) <= 80
+
+
+def test_configuration_that_cannot_be_used_is_the_users_to_mend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(InvalidInput, match=r"profile \(nobody\) could not be found: AWS_PROFILE names it"):
+        AwsClients(AwsSettings(region="us-east-1"))
+    monkeypatch.delenv("AWS_PROFILE")
+    broken = tmp_path / "config"
+    broken.write_text("no section")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(broken))
+    with pytest.raises(InvalidInput, match="Unable to parse config file"):
+        AwsClients(AwsSettings(region="us-east-1"))
+
+
+def test_without_credentials_it_says_how_to_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    clients = AwsClients(AwsSettings(region="us-east-1"))
+    with pytest.raises(InvalidInput, match="Unable to locate credentials: set AWS_PROFILE"):
+        clients.call_now("sts", "get_caller_identity")

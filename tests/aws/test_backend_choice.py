@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,22 @@ def test_credentials_of_another_account_are_told_apart(
     record.write_text(record.read_text().replace('"000000000000"', '"111111111111"'))
     with pytest.raises(InvalidInput, match="are those of account 000000000000; the deployment is in 111111111111"):
         choose_here(tmp_path)
+
+
+def test_the_same_names_in_another_account_are_neither_read_nor_removed(tmp_path: Path, name: str) -> None:
+    configure(tmp_path, name)
+    choose_here(tmp_path)
+    there = {**os.environ, "AWS_ACCESS_KEY_ID": "222222222222"}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "turnmill", *arguments]
+        done = subprocess.run(command, env=there, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert run("deploy", "--name", name)[0] == 0
+    for command in (["runs"], ["cleanup", "--all", "--yes"], ["resume", "r1"], ["serve", "r1"]):
+        code, error = run(*command, "--root", str(tmp_path))
+        assert code == 2 and "are those of account 222222222222; the deployment is in 000000000000" in error
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:

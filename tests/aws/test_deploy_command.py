@@ -50,6 +50,12 @@ def test_a_name_that_breaks_a_limit_is_refused(emulator: Emulator, capsys: Captu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["nonsense", "", "arn:aws:kms:eu-west-1:123456789012:alias/mine"])
+def test_a_key_that_is_no_arn_of_one_is_refused(emulator: Emulator, capsys: Captured, key: str) -> None:
+    assert run_cli(group, ["deploy", "--name", "keycli", "--kms-key", key]) == 2
+    assert "must be an ARN, arn:aws:kms:" in capsys.readouterr().err
+
+
 def test_a_stack_of_somebody_else_is_named(emulator: Emulator, capsys: Captured) -> None:
     clients = AwsClients(emulator.settings("foreigncli"))
     body = '{"Resources":{"Q":{"Type":"AWS::SQS::Queue"}}}'

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from turnmill.errors import printable
 
-_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
+_REGION = re.compile(r"[a-z]{2,4}(-[a-z]+)+-\d")
 
 
 class BackendType(StrEnum):

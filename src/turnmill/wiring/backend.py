@@ -56,6 +56,10 @@ class Remote(Protocol):
         """The ports of a run whose trainer and generator are somebody else's."""
         ...
 
+    def fetch_model(self, run_id: str, folder: Path) -> Path | None:
+        """What was published last of a run, downloaded to `folder`/<version>; None where nothing was. Blocks."""
+        ...
+
     async def remove_run(self, run_id: str, *, models: bool) -> None:
         """Remove all of a run but its record, with `models` what it published too. Idempotent."""
         ...
@@ -152,7 +156,7 @@ def choose(root: Path, *, flag: str | None, is_local: bool, environ: Mapping[str
     if known is not None:
         if wanted is not None and _differs(wanted, known):
             raise _refused(root, _text(known), wanted)
-        _on_aws(root, known).check(account=known.account)
+        _on_aws(root, known).check()
         return
     if wanted is None or wanted.type is BackendType.EMBEDDED:
         if is_local:
@@ -238,7 +242,9 @@ def _on_aws(root: Path, record: _Record) -> "AwsBackend":
     from turnmill.backends.aws.backend import AwsBackend
     from turnmill.backends.aws.settings import AwsSettings
 
-    settings = AwsSettings(name=record.name, region=record.region, endpoint_url=record.endpoint_url)
+    settings = AwsSettings(
+        name=record.name, region=record.region, endpoint_url=record.endpoint_url, account=record.account
+    )
     return AwsBackend(settings, account=record.account, weights_of=partial(open_weights, root))
 
 

@@ -18,6 +18,7 @@ from turnmill.config import Config, from_dict
 from turnmill.conversation.serving import listening
 from turnmill.errors import InvalidInput, NotFound
 from turnmill.records import Run
+from turnmill.wiring.backend import remote_of
 from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.running.control import resolve
 
@@ -54,9 +55,9 @@ def find_model(root: Path, target: str, step: int | None = None) -> ServedModel:
     if target in assets.shipped_models():
         return _of_folder(target, assets.model_folder(target), target)
     folder = Path(os.path.expanduser(target))
-    for place in (folder, _published(root, target)):
-        if place is not None and os.path.isfile(place / "config.json"):
-            return _of_folder(folder.absolute().name, place.absolute(), str(place.absolute()))
+    place = folder if _is_model(folder) else _published(root, target)
+    if place is not None and _is_model(place):
+        return _of_folder(folder.absolute().name, place.absolute(), str(place.absolute()))
     if folder.is_dir():
         raise InvalidInput(f"{folder} is no Hugging Face model: config.json is missing")
     names = ", ".join(assets.shipped_models())
@@ -66,7 +67,10 @@ def find_model(root: Path, target: str, step: int | None = None) -> ServedModel:
 def _of_run(root: Path, run: Run, step: int | None) -> ServedModel:
     checkpoints = root.absolute() / "runs" / run.run_id / "checkpoints"
     folder = checkpoints / ("final" if step is None else f"step-{step}")
-    if not os.path.isfile(folder / "config.json"):
+    if not _is_model(folder) and step is None:
+        # Trained on another machine, for example.
+        folder = _published(root, run.run_id) or folder
+    if not _is_model(folder):
         there = sorted(path.name for path in checkpoints.glob("[!.]*")) if checkpoints.is_dir() else []
         hint = f"there are {', '.join(there)} (--step N)" if there else "it has none"
         raise NotFound(f"run {run.run_id} ({run.status}) has no checkpoint {folder.name}: {hint}")
@@ -75,12 +79,23 @@ def _of_run(root: Path, run: Run, step: int | None) -> ServedModel:
 
 
 def _published(root: Path, run_id: str) -> Path | None:
-    """The latest version that was published of a run, `bucket/models/<run>/<version>`: it outlives the run."""
+    """The latest version that was published of a run, `bucket/models/<run>/<version>`: it outlives the run.
+
+    What is published elsewhere is downloaded there first.
+    """
     folder = root / "bucket" / "models" / run_id
-    if not run_id or "/" in run_id or not os.path.isdir(folder):
+    if not run_id or "/" in run_id:
+        return None
+    if (remote := remote_of(root)) is not None:
+        return remote.fetch_model(run_id, folder)
+    if not os.path.isdir(folder):
         return None
     versions = [path for path in folder.iterdir() if _VERSION.fullmatch(path.name)]
     return max(versions, key=lambda path: [int(part) for part in path.name.split(".")], default=None)
+
+
+def _is_model(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json")
 
 
 def _of_folder(name: str, folder: Path, base_model: str) -> ServedModel:

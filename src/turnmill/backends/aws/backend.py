@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.blobs import S3BlobStore
@@ -125,10 +126,9 @@ class AwsBackend:
         """Of the deployment's alerts."""
         return self._settings.topic
 
-    def check(self, *, account: str) -> None:
-        """Raises `InvalidInput` unless the credentials see the deployment in `account`."""
-        if (found := find_account(self._settings).account) != account:
-            raise InvalidInput(f"the credentials are those of account {found}; the deployment is in {account}")
+    def check(self) -> None:
+        """Raises `InvalidInput` unless the deployment is there, for the credentials in use."""
+        find_account(self._settings)
 
     def notifier(self, topic: str, name: str) -> SnsNotifier:
         """A channel to a topic of the deployment's account, by name or ARN, or to one elsewhere by ARN."""
@@ -151,7 +151,7 @@ class AwsBackend:
             records=records,
             blobs=S3BlobStore(self._clients, self._bucket, f"{_prefix(run_id)}blobs/"),
             weights=self._weights_of(run_id),
-            models=S3ModelStore(self._clients, self._bucket, "models/"),
+            models=self._models(),
             metrics=EmfMetricSink(self._clients, records, log_group=self._settings.log_group),
             rollout_request=queues["rollout_request"],
             rollout_response=queues["rollout_response"],
@@ -196,6 +196,10 @@ class AwsBackend:
         """See `ports.Backend.activity`."""
         return AwsRunActivity(self.reader(run_id), run_id)
 
+    def fetch_model(self, run_id: str, folder: Path) -> Path | None:
+        """See `S3ModelStore.fetch_latest`."""
+        return self._models().fetch_latest(run_id, folder)
+
     # ------------------------------------------------------------ the end of a run
 
     async def remove_run(self, run_id: str, *, models: bool) -> None:
@@ -226,6 +230,9 @@ class AwsBackend:
     @property
     def _bucket(self) -> str:
         return self._settings.bucket(self._account, self._clients.region)
+
+    def _models(self) -> S3ModelStore:
+        return S3ModelStore(self._clients, self._bucket, "models/")
 
     def _run_records(self, run_id: str) -> tuple[DynamoRecordStore, RunRecords]:
         """The run's table, and that with what is elsewhere of its records."""

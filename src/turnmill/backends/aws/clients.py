@@ -47,16 +47,21 @@ MAX_CALLS, MAX_POLLS = 64, 256
 # them the time to do so.
 EXPIRED_TRIES, _EXPIRED_PAUSE_S = 5, 1.0
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
-# What only another configuration can mend, as opposed to what passes.
-_CONFIGURATION = (
-    "NoCredentialsError",
-    "NoRegionError",
-    "ParamValidationError",
-    "PartialCredentialsError",
-    "ProfileNotFound",
-    "SSOTokenLoadError",
-    "UnauthorizedSSOTokenError",
+# What only another configuration can mend, as opposed to what passes; and what to do about it, where botocore doesn't.
+_CREDENTIALS = (
+    "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (`aws configure`, `aws sso login`)"
 )
+_CONFIGURATION = {
+    "ConfigParseError": "",
+    "InvalidConfigError": "",
+    "NoCredentialsError": _CREDENTIALS,
+    "NoRegionError": "",
+    "ParamValidationError": "",
+    "PartialCredentialsError": _CREDENTIALS,
+    "ProfileNotFound": "AWS_PROFILE names it; `aws configure list-profiles` lists what there is",
+    "SSOTokenLoadError": "log in with `aws sso login`",
+    "UnauthorizedSSOTokenError": "log in with `aws sso login`",
+}
 
 
 class Refused(Exception):
@@ -86,17 +91,22 @@ class AwsClients:
         if (noisy := logging.getLogger("botocore")).level == logging.NOTSET:
             # It tells of each client where its credentials were found.
             noisy.setLevel(logging.WARNING)
-        self._session = boto3.session.Session(region_name=settings.region)
+        self._session = _session(settings)
         self._clients: dict[str, Any] = {}
         self._making = threading.Lock()
         self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Limiters] = weakref.WeakKeyDictionary()
+        # Whether the credentials in use are known to be those of the deployment's account.
+        self._is_own_account = settings.account is None
 
     @property
     def region(self) -> str:
         """Raises `InvalidInput` where no region is configured."""
         region = self._session.region_name
         if not region:
-            raise InvalidInput("no AWS region is configured: set AWS_REGION, or region in the backend's settings")
+            raise InvalidInput(
+                "no AWS region is configured: set AWS_REGION, or name one (`turnmill deploy --region`, or region in "
+                "[backend] of turnmill.toml)"
+            )
         return str(region)
 
     async def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
@@ -132,6 +142,8 @@ class AwsClients:
         It begins anew where the credentials expire in the middle, so that it has to be idempotent.
         """
         for tries_left in reversed(range(EXPIRED_TRIES)):
+            if not self._is_own_account and service != "sts":
+                self._check_account()
             client = self._client(service)
             try:
                 return work(client)
@@ -146,15 +158,29 @@ class AwsClients:
                 raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
             except BotoCoreError as error:
                 if type(error).__name__ in _CONFIGURATION:
-                    raise InvalidInput(f"AWS can't be used: {error}") from error
+                    raise _unusable(error) from error
                 raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
         raise AssertionError("the last try returns or raises")
+
+    def _check_account(self) -> None:
+        """Names of tables and queues say no account: another one's of the same name would be read, and removed."""
+        try:
+            account = self.call_now("sts", "get_caller_identity")["Account"]
+        except Refused as refused:
+            raise InvalidInput(f"the AWS credentials can't be used: {refused}") from refused
+        if account != self._settings.account:
+            raise InvalidInput(
+                f"the credentials are those of account {account}; the deployment is in {self._settings.account}: set "
+                "AWS_PROFILE, or log in there"
+            )
+        self._is_own_account = True
 
     def _renew(self) -> None:
         """The next client reads the credentials again: they may stand in a file or a variable, which never refresh."""
         with self._making:
-            self._session = boto3.session.Session(region_name=self._settings.region)
+            self._session = _session(self._settings)
             self._clients.clear()
+            self._is_own_account = self._settings.account is None
 
     def _client(self, service: str) -> Any:
         with self._making:
@@ -171,7 +197,7 @@ class AwsClients:
                         service, endpoint_url=self._settings.endpoint_url, config=config
                     )
                 except (BotoCoreError, ValueError) as error:
-                    raise InvalidInput(f"AWS can't be used: {error}") from error
+                    raise _unusable(error) from error
             return self._clients[service]
 
     def close(self) -> None:
@@ -180,6 +206,19 @@ class AwsClients:
             for client in self._clients.values():
                 client.close()
             self._clients.clear()
+
+
+def _session(settings: AwsSettings) -> boto3.session.Session:
+    """Reads the shared configuration files; raises `InvalidInput` where they, or the profile, can't be used."""
+    try:
+        return boto3.session.Session(region_name=settings.region)
+    except BotoCoreError as error:
+        raise _unusable(error) from error
+
+
+def _unusable(error: Exception) -> InvalidInput:
+    hint = _CONFIGURATION.get(type(error).__name__, "")
+    return InvalidInput(f"AWS can't be used: {error}" + (f": {hint}" if hint else ""))
 
 
 # What passes by itself, or with the next credentials: what is left of it after botocore's retries.
@@ -210,6 +249,8 @@ _TRANSIENT = (
 def _named(error: ClientError, code: str, service: str, operation: str) -> Exception:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"AWS {service} {operation} failed: {error}"
+    if code in _EXPIRED:
+        text += "; renew the credentials, then do it again"
     if status >= 500 or status == 429 or code in _TRANSIENT:
         return BackendUnavailable(text)
     return Refused(code, text, error.response)

@@ -32,7 +32,10 @@ async def delete_deployment(clients: AwsClients, settings: AwsSettings, tell: Ca
     """
     runs = await runs_of(clients, settings)
     if runs:
-        raise Conflict(f"the deployment {settings.name} still has what these runs stand on: {', '.join(runs)}")
+        raise Conflict(
+            f"the deployment {settings.name} still has what these runs stand on: {', '.join(runs)} "
+            "(`turnmill cleanup RUN` removes it)"
+        )
     await stacks.delete(clients, settings.name, deployment_tags(settings), tell=tell)
 
 

@@ -8,6 +8,8 @@ What lost against another publication is removed by the loser, or by the winner 
 """
 
 import asyncio
+import re
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,9 +32,11 @@ from turnmill.backends.aws.folders import (
     upload,
 )
 from turnmill.backends.aws.objects import Objects
-from turnmill.errors import Cancelled, NotFound, RecordCorrupt, VersionConflict
+from turnmill.errors import BackendUnavailable, Cancelled, NotFound, RecordCorrupt, VersionConflict
 from turnmill.ports import StoredModel
 from turnmill.records import PublishedModel, Version, decode, encode
+
+_VERSION = re.compile(r"\d+\.\d+")
 
 
 class S3ModelStore:
@@ -61,6 +65,33 @@ class S3ModelStore:
         """Download the files of a published model into `folder`, which is made; raises `RecordCorrupt` for others."""
         model = stored.model
         await self._clients.run(partial(download, self._objects, _place(model), model.files, folder))
+
+    def fetch_latest(self, run_id: str, folder: Path) -> Path | None:
+        """Download what was published last of a run to `folder`/<version>, which is whole as soon as it is there.
+
+        Blocks. None where nothing was published; raises `RecordCorrupt` for files that are not what was published.
+        """
+        names = [item.key.removesuffix(f"/{MANIFEST}") for item in self._objects.listed(f"{run_id}/")]
+        versions = [match[0] for name in names if (match := _VERSION.fullmatch(name.removeprefix(f"{run_id}/")))]
+        latest = max(map(Version.parse, versions), key=lambda version: (version.incarnation, version.n), default=None)
+        stored = None if latest is None else self._find(f"{run_id}/{latest}")
+        if stored is None:
+            return None
+        target = folder / str(latest)
+        if target.is_dir():
+            return target
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".fetched-", dir=folder) as aside:
+                whole = Path(aside) / "model"
+                download(self._objects, _place(stored.model), stored.model.files, whole)
+                whole.rename(target)
+        except OSError as error:
+            # Somebody else was faster, with the same files.
+            if target.is_dir():
+                return target
+            raise BackendUnavailable(f"{target} can't be written: {error}") from error
+        return target
 
     def _publish(
         self, model: PublishedModel, source: Path, documents: Mapping[str, bytes], is_given_up: threading.Event

@@ -14,6 +14,8 @@ from turnmill.errors import InvalidInput
 # Lambda names that a closed trainer may call match `{0,32}[Ss]age[Mm]aker{0,32}`, so a stack's name has 32 characters.
 MAX_STACK_NAME = 32
 _STACK_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+# S3 takes any text as a key, and fails with it later; an alias in a policy gives no rights.
+_KEY_ARN = re.compile(r"arn:[a-z-]+:kms:[a-z0-9-]+:\d{12}:key/[A-Za-z0-9-]+")
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 # What a service allows for the name of its resource: the shortest, the longest, and what it is made of.
 _QUEUE, _FUNCTION, _TABLE = r"[A-Za-z0-9_-]+(\.fifo)?", r"[A-Za-z0-9_-]+", r"[A-Za-z0-9_.-]+"
@@ -79,6 +81,8 @@ class AwsSettings:
     region: str | None = None
     # Of all services, for an emulator; None: as the environment says (AWS_ENDPOINT_URL), else AWS itself.
     endpoint_url: str | None = None
+    # Credentials of another one are refused; None: whose they are makes no difference.
+    account: str | None = None
     # ARN of the KMS key that the bucket encrypts with; None: with S3's own keys.
     kms_key: str | None = None
 
@@ -91,6 +95,10 @@ class AwsSettings:
             )
         if self.name != self.name.lower():
             raise InvalidInput(f"deployment name {self.name!r} must be lower-case: a bucket is named after it")
+        if self.kms_key is not None and _KEY_ARN.fullmatch(self.kms_key) is None:
+            raise InvalidInput(
+                f"KMS key {self.kms_key!r} must be an ARN, arn:aws:kms:REGION:ACCOUNT:key/ID, and no alias"
+            )
 
     @property
     def table(self) -> str:
