@@ -64,6 +64,20 @@ def test_a_stack_that_is_no_deployment_is_not_taken_for_one(tmp_path: Path, emul
     assert not (tmp_path / "backend.json").exists()
 
 
+async def test_a_second_machine_finds_the_runs_by_the_table_alone(tmp_path: Path, name: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for root in (first, second):
+        root.mkdir()
+        configure(root, name)
+    choose_here(first)
+    records = backend_of(first).open_records()
+    await records.write([Write(key="runs/all/r", value=b"{}", expected=0)])
+    records.close()
+    assert [item.key for item in backend_of(second).look_at_records("runs/all/")] == ["runs/all/r"]
+    assert remote_of(second) is not None
+    assert [path.name for path in second.iterdir()] == ["turnmill.toml"]
+
+
 def test_what_was_chosen_first_is_found_without_a_flag(tmp_path: Path, name: str, emulator: Emulator) -> None:
     configure(tmp_path, name)
     choose_here(tmp_path)

@@ -242,3 +242,12 @@ async def test_a_cancelled_publication_publishes_nothing_later(
         await asyncio.sleep(0.1)
     assert await models.find("r1", MODEL.version) is None
     assert seen < 400
+
+
+async def test_a_document_of_a_published_model_is_read_where_it_lies(
+    clients: AwsClients, bucket: str, tmp_path: Path
+) -> None:
+    models = S3ModelStore(clients, bucket, "models/")
+    stored = await models.publish(MODEL, weights_in(tmp_path / "source"), {"README.md": b"a card"})
+    assert models.document(stored.location, "README.md") == b"a card"
+    assert models.document(stored.location, "lineage.json") is None

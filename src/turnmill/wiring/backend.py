@@ -2,7 +2,8 @@
 
     --backend | TURNMILL_BACKEND | [backend] of turnmill.toml -> choose -> ROOT/backend.json -> backend_of(ROOT)
 
-What a deployment began with it keeps: its records are there and nowhere else. A folder without the file is embedded.
+What a deployment began with it keeps: its records are there and nowhere else. A folder without the file is on what the
+table says, as on a second machine, else embedded.
 Processes, logs, locks, weights and checkpoints lie in the folder whatever holds the rest, as long as a run's processes
 are on this machine (`local_compute`).
 """
@@ -60,6 +61,10 @@ class Remote(Protocol):
         """What was published last of a run, downloaded to `folder`/<version>; None where nothing was. Blocks."""
         ...
 
+    def model_document(self, location: str, name: str) -> bytes | None:
+        """A file of what was published at `location`; None where there is none, or no more. Blocks."""
+        ...
+
     async def remove_run(self, run_id: str, *, models: bool) -> None:
         """Remove all of a run but its record, with `models` what it published too. Idempotent."""
         ...
@@ -84,14 +89,14 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def backend_of(root: Path) -> Backend:
-    """That of the deployment in this folder; raises `InvalidInput` where what it needs is not installed."""
-    record = _recorded(root)
+    """That of the deployment in this folder; raises `InvalidInput` where its tools are not installed, or it is not there."""
+    record = _place_of(root)
     return EmbeddedBackend(root) if record is None else LocalCompute(_on_aws(root, record), root)
 
 
 def remote_of(root: Path) -> Remote | None:
     """What of a deployment is outside of its folder; None for one that is in it as a whole."""
-    record = _recorded(root)
+    record = _place_of(root)
     return None if record is None else _on_aws(root, record)
 
 
@@ -184,6 +189,15 @@ def _wanted(root: Path, flag: str | None, environ: Mapping[str, str]) -> Backend
     if name not in types:
         raise ConfigError(f"{place} = {printable(name)}: must be one of {', '.join(types)}{suggest(name, types)}")
     return table if table is not None and table.type == name else BackendSettings(type=BackendType(name))
+
+
+def _place_of(root: Path) -> _Record | None:
+    """As recorded, else as the table says where no run was begun from here; None for an embedded deployment."""
+    record = _recorded(root)
+    if record is not None or (root / "records").exists():
+        return record
+    table = load_backend(root)
+    return None if table is None or table.type is BackendType.EMBEDDED else _found_on_aws(table)
 
 
 def _recorded(root: Path) -> _Record | None:

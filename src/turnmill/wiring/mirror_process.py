@@ -26,6 +26,7 @@ from turnmill.config.deployment import MlflowStore, load_deployment
 from turnmill.pipeline.card import CARD, LINEAGE
 from turnmill.records import Metric, Run, RunStatus
 from turnmill.telemetry import configure_logging
+from turnmill.wiring.backend import remote_of
 from turnmill.wiring.reading.runs import SeenSteps, look_at_runs
 from turnmill.wiring.variables import log_format
 
@@ -240,8 +241,8 @@ class Mirror:
         store.set_status(mlflow_id, _STATUSES[run.status], run.ended_at or time.time())
         store.keep(mlflow_id, "turnmill/config.json", {"config": run.config, "sources": run.sources})
         store.keep(mlflow_id, "turnmill/run.json", _public(run))
-        for path in _documents_of(run):
-            store.keep(mlflow_id, f"turnmill/{path.name}", path.read_text(errors="replace"))
+        for name, content in _documents_of(self._root, run).items():
+            store.keep(mlflow_id, f"turnmill/{name}", content.decode(errors="replace"))
         return replace(sent, status=told)
 
 
@@ -259,12 +260,18 @@ def _public(run: Run) -> dict[str, Any]:
     return {name: value for name, value in asdict(run).items() if name != "worker_token_hash"}
 
 
-def _documents_of(run: Run) -> list[Path]:
+def _documents_of(root: Path, run: Run) -> dict[str, bytes]:
     """Card and lineage of the model that the run published; none where it published none, or it was removed since."""
     published = next((stage.result for stage in run.current_stages if stage.name == "Publish"), {})
-    folder = published.get("location")
-    paths = [Path(folder) / name for name in (CARD, LINEAGE)] if folder else []
-    return [path for path in paths if path.is_file()]
+    location = published.get("location")
+    if not location:
+        return {}
+    if (remote := remote_of(root)) is not None:
+        found = {name: remote.model_document(location, name) for name in (CARD, LINEAGE)}
+    else:
+        paths = {name: Path(location) / name for name in (CARD, LINEAGE)}
+        found = {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def _is_number(value: object) -> bool:

@@ -200,6 +200,10 @@ class AwsBackend:
         """See `S3ModelStore.fetch_latest`."""
         return self._models().fetch_latest(run_id, folder)
 
+    def model_document(self, location: str, name: str) -> bytes | None:
+        """See `S3ModelStore.document`."""
+        return self._models().document(location, name)
+
     # ------------------------------------------------------------ the end of a run
 
     async def remove_run(self, run_id: str, *, models: bool) -> None:

@@ -93,6 +93,13 @@ class S3ModelStore:
             raise BackendUnavailable(f"{target} can't be written: {error}") from error
         return target
 
+    def document(self, location: str, name: str) -> bytes | None:
+        """A file of a published model; None where there is none, or no more. Blocks."""
+        try:
+            return self._objects.get(location.removeprefix(self._objects.uri()) + name)
+        except NotFound:
+            return None
+
     def _publish(
         self, model: PublishedModel, source: Path, documents: Mapping[str, bytes], is_given_up: threading.Event
     ) -> StoredModel:
