@@ -89,7 +89,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def backend_of(root: Path) -> Backend:
-    """That of the deployment in this folder; raises `InvalidInput` where its tools are not installed, or it is not there."""
+    """That of the deployment in this folder; raises `InvalidInput` where it or its tools are not there."""
     record = _place_of(root)
     return EmbeddedBackend(root) if record is None else LocalCompute(_on_aws(root, record), root)
 
