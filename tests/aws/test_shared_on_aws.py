@@ -133,9 +133,10 @@ async def test_conversations_are_played_from_end_to_end_and_the_same_ids_once_mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "faults",
-    [Faults(), Faults(throttle=0.05, throughput=0.05, refuse=0.05, lose=0.05, expire=0.02, seed=3)],
+    [Faults(), Faults(throttle=0.02, throughput=0.02, refuse=0.02, lose=0.02, expire=0.005, seed=3)],
     ids=["none", "many"],
 )
 async def test_what_a_turn_costs_and_that_faults_change_nothing_else(
@@ -151,7 +152,7 @@ async def test_what_a_turn_costs_and_that_faults_change_nothing_else(
         settings = AwsSettings(name="tests", region=REGION, endpoint_url=proxy.url)
         meddled = AwsClients(settings, max_tries=10)
         records = DynamoRecordStore(meddled, table, overflow=LargeValues(meddled, table, "records/"))
-        config = replace(CONFIG, worker_lease_s=20.0, call_timeout_s=80.0)
+        config = replace(CONFIG, worker_lease_s=60.0, call_timeout_s=120.0)
         async with open_external_world(tmp_path / "root", over(meddled, records), config) as world:
             async with generating(world):
                 assert await play_all(world, ids) == ids
