@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.aws.emulator import Emulator
+from turnmill import check_all_queues
 from turnmill.backends.aws.backend import AwsBackend
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.deployment import deploy_deployment
@@ -77,6 +78,19 @@ def test_a_run_is_begun_once_changed_and_ended_without_a_rest(settings: AwsSetti
         tmp_path, "begin", RUN, "--deployment", "commands", "--no-dependencies", "--max-attempts", "2"
     ).stdout
     assert first["trainer"]["generate_request_sqs_url"] in told and "--new-token makes another" in told
+
+    (tmp_path / "turnmill.toml").write_text('[backend]\ntype = "aws"\nname = "commands"\n')
+    asked = {"QueueUrl": first["trainer"]["generate_request_sqs_url"], "MessageBody": "{}"}
+    sender = AwsClients(settings)
+    sender.call_now("sqs", "send_message", **asked, MessageGroupId="g", MessageDeduplicationId="d")
+    sender.close()
+    counts = check_all_queues(RUN, root=tmp_path)
+    assert {name: queue.available for name, queue in counts.items()} == {
+        "rollout_request": 0,
+        "rollout_response": 0,
+        "generate_request": 1,
+        "generate_response": 0,
+    }
 
     # The same again changes nothing but what was said otherwise.
     second = begin(tmp_path, "--max-attempts", "4")

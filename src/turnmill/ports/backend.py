@@ -19,10 +19,10 @@ from turnmill.records import Metric, Purpose, SampleState
 GENERATE_REQUEST = "generate_request"
 
 
-def queue_names(num_replicas: int) -> list[str]:
-    """The queues of a run: `generate_request` is one a replica."""
-    replicas = (f"{GENERATE_REQUEST}-{index}" for index in range(num_replicas))
-    return ["rollout_request", "rollout_response", *replicas, "generate_response"]
+def queue_names(num_replicas: int | None) -> list[str]:
+    """The queues of a run: `generate_request` is one a replica; None: one, as a foreign generator has it."""
+    asked = [GENERATE_REQUEST] if num_replicas is None else [f"{GENERATE_REQUEST}-{i}" for i in range(num_replicas)]
+    return ["rollout_request", "rollout_response", *asked, "generate_response"]
 
 
 # ---------------------------------------------------------------- what is seen

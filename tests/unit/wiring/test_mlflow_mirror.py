@@ -81,7 +81,7 @@ class Seen:
         from mlflow import MlflowClient
 
         self.client: Any = MlflowClient(tracking_uri=store.tracking_uri)
-        experiment = self.client.get_experiment_by_name(store.experiment)
+        experiment: Any = self.client.get_experiment_by_name(store.experiment)
         (self.run,) = self.client.search_runs([experiment.experiment_id])
 
     def steps(self, name: str) -> list[tuple[int, float]]:

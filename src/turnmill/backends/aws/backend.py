@@ -96,13 +96,6 @@ def notifier(topic: str, name: str) -> SnsNotifier:
     return SnsNotifier(clients_of(AwsSettings(region=parts[3])), topic, name=name)
 
 
-class RootTable(DynamoRecordStore):
-    """Implements `ports.RootRecords`."""
-
-    def close(self) -> None:
-        """Nothing: the clients are the process's."""
-
-
 class AwsBackend:
     """Implements `ports.Backend` for the deployment `settings` of `account`."""
 
@@ -136,9 +129,9 @@ class AwsBackend:
 
     # ------------------------------------------------------------ ports
 
-    def open_records(self) -> "RootTable":
+    def open_records(self) -> DynamoRecordStore:
         """See `ports.Backend.open_records`."""
-        return RootTable(
+        return DynamoRecordStore(
             self._clients, self._settings.table, overflow=LargeValues(self._clients, self._bucket, "records/")
         )
 

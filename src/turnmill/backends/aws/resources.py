@@ -10,7 +10,7 @@ from typing import Any
 from turnmill.backends.aws.queue_properties import dead_letter_queue_properties, queue_properties
 from turnmill.backends.aws.records import table_properties
 from turnmill.backends.aws.settings import AwsSettings, StackNames
-from turnmill.ports import GENERATE_REQUEST, queue_names
+from turnmill.ports import queue_names
 
 Json = dict[str, Any]
 LOG_RETENTION_DAYS = 30
@@ -23,7 +23,7 @@ _GOES: Mapping[str, str] = {"DeletionPolicy": "Delete", "UpdateReplacePolicy": "
 
 def queues_of_run(num_replicas: int, *, external: bool) -> list[str]:
     """The queues of a run, by their names everywhere else; an external generator has one generate_request."""
-    return [*queue_names(0), GENERATE_REQUEST] if external else queue_names(num_replicas)
+    return queue_names(None if external else num_replicas)
 
 
 def queue_id(queue: str) -> str:

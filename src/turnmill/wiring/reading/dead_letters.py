@@ -18,7 +18,7 @@ import msgspec
 from turnmill.alerts import Feed
 from turnmill.backends.embedded import open_quarantine
 from turnmill.errors import InvalidInput, NotFound
-from turnmill.ports import GENERATE_REQUEST, DeadLetter, Queue, RunPorts, Write, queue_names
+from turnmill.ports import GENERATE_REQUEST, DeadLetter, Queue, RunPorts, Write
 from turnmill.records import (
     DELIVERY_DEAD_LETTER_PREFIX,
     TRIGGER_DEAD_LETTER_PREFIX,
@@ -33,7 +33,8 @@ from turnmill.records import (
     digest_of,
     encode,
 )
-from turnmill.wiring.backend import backend_of
+from turnmill.wiring.backend import backend_of, open_external_run
+from turnmill.wiring.reading.queues import queues_of
 from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.running.redriving import redrive_sample
 
@@ -155,7 +156,6 @@ def _weights_of(root: Path, dead: DeadSample) -> str:
 
 def _messages(root: Path, run: Run) -> list[Letter]:
     reader = backend_of(root).reader(run.run_id)
-    num_replicas = int(run.config.get("generation_replicas", 1))
     return [
         Letter(
             letter_id=f"{LetterKind.MESSAGE}/{run.run_id}/{name}/{dead.letter_id}",
@@ -169,7 +169,7 @@ def _messages(root: Path, run: Run) -> list[Letter]:
             stored=dead,
             queue=name,
         )
-        for name in queue_names(num_replicas)
+        for name in queues_of(run)
         for dead in reader.dead_letters(name)
     ]
 
@@ -253,23 +253,33 @@ async def _redrive_delivery(root: Path, dead: DeadDelivery) -> str:
 async def _with_queue(root: Path, letter: Letter, act: Callable[[Queue, str], Any]) -> None:
     """Do something with the dead letter of a queue; raises `NotFound` where it is gone."""
     assert letter.run_id is not None and letter.queue is not None and isinstance(letter.stored, DeadLetter)
-    index = letter.queue.removeprefix(f"{GENERATE_REQUEST}-")
-    ports = backend_of(root).open_run(letter.run_id, num_replicas=int(index) + 1 if index.isdecimal() else 0)
+    ports = _ports_with(root, letter.run_id, letter.queue)
     try:
-        if not await act(_queues(ports)[letter.queue], letter.stored.letter_id):
+        if not await act(_queue_of(ports, letter.queue), letter.stored.letter_id):
             raise NotFound(f"the dead letter {letter.letter_id} is gone: somebody else redrove or purged it")
     finally:
         ports.close()
 
 
-def _queues(ports: RunPorts) -> dict[str, Queue]:
+def _ports_with(root: Path, run_id: str, queue: str) -> RunPorts:
+    """The ports of a run, this queue among them."""
+    if queue == GENERATE_REQUEST:
+        return open_external_run(root, run_id)
+    index = queue.removeprefix(f"{GENERATE_REQUEST}-")
+    return backend_of(root).open_run(run_id, num_replicas=int(index) + 1 if index.isdecimal() else 0)
+
+
+def _queue_of(ports: RunPorts, name: str) -> Queue:
+    if name == GENERATE_REQUEST:
+        return ports.generate_request[0]
     replicas = {f"{GENERATE_REQUEST}-{index}": queue for index, queue in enumerate(ports.generate_request)}
-    return {
+    queues = {
         "rollout_request": ports.rollout_request,
         "rollout_response": ports.rollout_response,
         "generate_response": ports.generate_response,
         **replicas,
     }
+    return queues[name]
 
 
 # ---------------------------------------------------------------- purging

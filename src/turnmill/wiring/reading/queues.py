@@ -10,7 +10,7 @@ from pathlib import Path
 
 from turnmill.errors import InvalidInput, NotFound
 from turnmill.ports import GENERATE_REQUEST, QueueCounts, queue_names
-from turnmill.records import Run, RunStatus
+from turnmill.records import Run, RunKind, RunStatus
 from turnmill.wiring.backend import backend_of
 
 
@@ -50,15 +50,18 @@ class Reading:
     queues: dict[str, QueueStatus]
 
 
+def queues_of(run: Run) -> list[str]:
+    """The names of a run's queues; a foreign generator has one generate_request, our replicas one each."""
+    return queue_names(None if run.kind is RunKind.EXTERNAL else int(run.config.get("generation_replicas", 1)))
+
+
 def read_queues(root: Path, run: Run) -> Reading:
     """The four queues by name; those of all replicas are one, with its parts. Raises `BackendUnavailable`."""
-    num_replicas = int(run.config.get("generation_replicas", 1))
     at_s = time.monotonic()
     reader = backend_of(root).reader(run.run_id)
-    counts = {name: reader.counts(name) for name in queue_names(num_replicas)}
-    replicas = [_status(counts.pop(f"{GENERATE_REQUEST}-{index}")) for index in range(num_replicas)]
-    found = {name: _status(each) for name, each in counts.items()}
-    found[GENERATE_REQUEST] = _together(replicas)
+    found = {name: _status(reader.counts(name)) for name in queues_of(run)}
+    if GENERATE_REQUEST not in found:
+        found[GENERATE_REQUEST] = _together([found[name] for name in found if name.startswith(GENERATE_REQUEST)])
     names = ("rollout_request", "rollout_response", GENERATE_REQUEST, "generate_response")
     return Reading(at_s=at_s, queues={name: found[name] for name in names})
 

@@ -29,7 +29,7 @@ from turnmill.health.snapshot import (
     Troubled,
     running_stage,
 )
-from turnmill.ports import BatchActivity, CallActivity, QueueActivity, QueueCounts, SampleActivity, Stored, queue_names
+from turnmill.ports import BatchActivity, CallActivity, QueueActivity, QueueCounts, SampleActivity, Stored
 from turnmill.records import (
     Baseline,
     ReplicaStatus,
@@ -45,6 +45,7 @@ from turnmill.records import (
     training_key,
 )
 from turnmill.wiring.backend import backend_of
+from turnmill.wiring.reading.queues import queues_of
 from turnmill.wiring.reading.runs import look_at_run
 
 T = TypeVar("T")
@@ -164,12 +165,11 @@ class Examiner:
 
         training = stored(training_key(self._run_id))
         samples = read(self._activity.samples, SampleActivity())
-        queues = queue_names(from_dict(run.config).generation_replicas)
         replicas = decoded(stored(replica_key(self._run_id, "")), ReplicaStatus)
         empty = QueueActivity(counts=QueueCounts(available=0, in_flight=0, delayed=0, dead=0, oldest_age_s=None))
         return _Stores(
             run=run,
-            queues={name: read(partial(self._activity.queue, name), empty) for name in queues},
+            queues={name: read(partial(self._activity.queue, name), empty) for name in queues_of(run)},
             samples=samples,
             calls=read(self._activity.calls, CallActivity()),
             replicas={status.replica: status for status in replicas},
