@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -115,6 +116,30 @@ async def fill(root: Path, run_id: str) -> None:
     (folder / ".1-0.tmp").write_bytes(b"half")
 
 
+def stop_between_writes(folder: Path, pids: list[int]) -> None:
+    """Pause processes while none of them holds a lock, for which `fill` would have to wait."""
+    while True:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if not any(map(is_locked, folder.rglob("*.db"))):
+            return
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+
+
+def is_locked(path: Path) -> bool:
+    connection = sqlite3.connect(path, timeout=0.0, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    except sqlite3.OperationalError:
+        return True
+    finally:
+        connection.close()
+    return False
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("retain", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_remains_of_a_run_that_was_killed_at_a_bad_moment(tmp_path: Path, retain: bool) -> None:
@@ -128,8 +153,7 @@ def test_nothing_remains_of_a_run_that_was_killed_at_a_bad_moment(tmp_path: Path
         pids = running.children()
         assert len(pids) == 3
         # The roles can't even notice that control is gone.
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        stop_between_writes(root / "runs" / run_id, pids)
         running.process.kill()
         running.process.communicate(timeout=60)
     asyncio.run(fill(root, run_id))
