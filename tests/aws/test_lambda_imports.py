@@ -13,8 +13,8 @@ from turnmill.backends.aws.package import DEPENDENCIES
 HANDLERS = [f"turnmill.backends.aws.lambdas.{name}" for name in ("proxy", "rollout", "responses")]
 # What Lambda's Python has, and what that loads.
 _THERE = {"boto3", "botocore", "dateutil", "jmespath", "s3transfer", "six", "urllib3"}
-# Distributions whose modules have another name, or that are loaded only where they are there.
-_OPTIONAL = {"sniffio", "trio", "sitecustomize"}
+# Distributions whose modules have another name, or that are loaded only where they are there (certifi: by botocore).
+_OPTIONAL = {"certifi", "sniffio", "trio", "sitecustomize"}
 
 
 def run(code: str) -> str:

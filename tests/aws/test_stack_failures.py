@@ -97,7 +97,7 @@ async def test_a_stack_is_made_and_deleted_once_although_answers_are_lost(
 ) -> None:
     settings, name = emulator.settings("failing"), "failing-lost"
     template, tags = run_template(settings, name, name, 1), run_tags(settings, name)
-    faults = Faults(throttle=0.1, refuse=0.1, lose=0.3, expire=0.05, seed=3)
+    faults = Faults(throttle=0.04, refuse=0.04, lose=0.2, expire=0.02, seed=3)
     with running_proxy(emulator.url, tmp_path / "proxy", faults) as proxy:
         disturbed = AwsClients(AwsSettings(name="failing", region="us-east-1", endpoint_url=proxy.url))
         outputs = await stacks.deploy(disturbed, name, template, tags)
