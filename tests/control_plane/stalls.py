@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.processes import Running, start_run, wait_for
 from tests.faults.disk import fill, small_disk
 from turnmill.records import Alert, AlertKind
+from turnmill.wiring.reading.runs import began
 from turnmill.wiring.watching.alarms import look_at_alerts
 
 # Deadlines of seconds, in their order: call < rollout < watchdog < stage.
@@ -157,26 +159,43 @@ def _file(running: Running, name: str) -> Path | None:
 
 
 def refuse_weights(running: Running, stack: ExitStack) -> None:
-    """Each version that is published from now on is damaged before the replica sees it."""
-    replica = wait_for("replica-0", lambda: running.role_pid("replica-0"))
+    """A version is damaged before the replica sees it; again with the next one where the replica was faster."""
     assert running.folder is not None
     weights = running.folder / "weights"
     pointer = weights / "current.json"
-    known = {path.name for path in (weights / "versions").iterdir()}
+    while True:
+        replica = wait_for("replica-0", lambda: running.role_pid("replica-0"))
+        known = {path.name for path in (weights / "versions").iterdir()}
 
-    def news() -> list[Path]:
-        return [path for path in (weights / "versions").iterdir() if path.name not in known and path.name[0] != "."]
+        def news(known: set[str] = known) -> list[Path]:
+            return [path for path in (weights / "versions").iterdir() if path.name not in known and path.name[0] != "."]
 
-    published = wait_for("another version", news, running.process)
-    os.kill(replica, signal.SIGSTOP)
-    try:
-        for path in published:
-            (path / "model.safetensors").write_bytes(b"damaged")
-        name = published[0].name.split(".")
-        wanted = {"incarnation": int(name[0]), "n": int(name[1])}
-        wait_for("the pointer", lambda: json.loads(pointer.read_bytes())["version"] == wanted, running.process)
-    finally:
-        os.kill(replica, signal.SIGCONT)
+        published = wait_for("another version", news, running.process)
+        os.kill(replica, signal.SIGSTOP)
+        try:
+            for path in published:
+                (path / "model.safetensors").write_bytes(b"damaged")
+            name = published[0].name.split(".")
+            wanted = {"incarnation": int(name[0]), "n": int(name[1])}
+            is_wanted = partial(_names, pointer, wanted)
+            wait_for("the pointer", is_wanted, running.process)
+        finally:
+            os.kill(replica, signal.SIGCONT)
+        if _ends(replica, within_s=3.0):
+            return
+
+
+def _names(pointer: Path, version: dict[str, int]) -> bool:
+    return bool(json.loads(pointer.read_bytes())["version"] == version)
+
+
+def _ends(pid: int, *, within_s: float) -> bool:
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        if began(pid) is None:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def fill_up(running: Running, stack: ExitStack) -> None:
