@@ -211,6 +211,8 @@ class _Replica:
 
     def _take_settled(self) -> list[Received]:
         """Requests that came again, and whose first answer is recorded by now."""
+        if not self._repeats:
+            return []
         claimed = self._jobs.keys() | self.recorder.unrecorded
         settled = [item for item in self._repeats if item.key not in claimed]
         self._repeats = [item for item in self._repeats if item.key in claimed]
