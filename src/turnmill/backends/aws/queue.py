@@ -204,7 +204,7 @@ class SqsQueue:
                     logger.error("message %s of %s is left: %s", message.message_id, self._queue.name, error)
                     continue
                 read.append(Leased(body=body, group=group, receipt=message.handle, num_receives=message.num_receives))
-        except BackendUnavailable:
+        except (BackendUnavailable, InvalidInput):
             self._give_back([message.handle for message in received])
             raise
         return read

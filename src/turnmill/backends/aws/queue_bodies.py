@@ -25,9 +25,10 @@ import json
 import re
 import uuid
 
-from turnmill.backends.aws.clients import AwsClients, Refused
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.objects import Objects
 from turnmill.backends.aws.queue_requests import MAX_MESSAGE_BYTES, Outgoing, Received
-from turnmill.errors import InvalidInput
+from turnmill.errors import InvalidInput, NotFound, RecordCorrupt
 from turnmill.ports import Message
 
 MAX_INLINE_BYTES = 200_000
@@ -46,33 +47,31 @@ class Overflow:
     """Bodies that are too large for a message: objects below `prefix` (`runs/<run_id>/messages/`) of a bucket."""
 
     def __init__(self, clients: AwsClients, bucket: str, prefix: str) -> None:
-        self._clients = clients
-        self._bucket = bucket
+        self._objects = Objects(clients, bucket, prefix)
         self._prefix = prefix
 
     def put(self, body: bytes) -> str:
         """Store; returns the key. The same body always has the same one. Raises `InvalidInput` for missing rights."""
-        key = self._prefix + hashlib.sha256(body).hexdigest()
-        try:
-            self._clients.call_now("s3", "put_object", Bucket=self._bucket, Key=key, Body=body)
-        except Refused as refused:
-            raise InvalidInput(
-                f"{refused}; check the bucket, its KMS key, and what the credentials in use may do"
-            ) from refused
-        return key
+        name = hashlib.sha256(body).hexdigest()
+        self._objects.put(name, body)
+        return self._prefix + name
 
     def get(self, key: str) -> bytes:
-        """The body under `key`; raises `UnreadableBody` for one that is absent, damaged or not below our prefix."""
+        """The body under `key`; raises `UnreadableBody` for one that is absent, damaged or not below our prefix.
+
+        Raises `InvalidInput` for missing rights: giving the message up would mend nothing.
+        """
         if not key.startswith(self._prefix):
             raise UnreadableBody(f"its body is said to be at {key!r}, which is not below {self._prefix}")
+        name = key.removeprefix(self._prefix)
         try:
-            body: bytes = self._clients.work_with(
-                "s3", "get_object", lambda client: client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
-            )
-        except Refused as refused:
-            raise UnreadableBody(f"its body can't be read at s3://{self._bucket}/{key}: {refused}") from refused
-        if not key.endswith(hashlib.sha256(body).hexdigest()):
-            raise UnreadableBody(f"its body at s3://{self._bucket}/{key} is not the one that was stored")
+            body = self._objects.get(name)
+        except NotFound as error:
+            raise UnreadableBody(f"its body can't be read: {error}") from error
+        except RecordCorrupt as error:
+            raise UnreadableBody(f"its body is not the one that was stored: {error}") from error
+        if name != hashlib.sha256(body).hexdigest():
+            raise UnreadableBody(f"its body at {self._objects.uri(name)} is not the one that was stored")
         return body
 
 
