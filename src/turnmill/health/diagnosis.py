@@ -355,7 +355,9 @@ def _consumer(seen: Snapshot, queue: str) -> str:
     proxy = PROXY if seen.process(PROXY) is not None else CONTROL
     if queue.startswith("generate_request-"):
         return f"replica-{queue.rsplit('-', 1)[1]}"
-    return {"rollout_request": "worker-0", "rollout_response": TRAINER}.get(queue, proxy)
+    # A queue without an index is that of a foreign generator.
+    others = {"rollout_request": "worker-0", "rollout_response": TRAINER, "generate_request": "generator"}
+    return others.get(queue, proxy)
 
 
 def _queue_of(seen: Snapshot, role: str) -> list[str]:

@@ -339,3 +339,9 @@ def test_news_that_nobody_takes_are_control_s_where_there_is_no_trainer() -> Non
 def test_a_number_that_looks_like_a_version_is_no_refusal(line: str) -> None:
     served = {"replica-0": Version(incarnation=1, n=3)}
     assert roles(replace(MOVING, served=served, idle_s=20.0, logs={"replica-0": (line,)})) == []
+
+
+def test_calls_that_wait_for_a_foreign_generator_are_not_laid_to_a_process_of_ours() -> None:
+    waiting = {"generate_request": QueueView(available=3)}
+    found = examine(replace(STALLED, queues=waiting))
+    assert [diagnosis.role for diagnosis in found.diagnoses if "calls wait" in diagnosis.summary] == ["generator"]
