@@ -1,7 +1,6 @@
 """`turnmill cleanup`: what will be removed is shown and asked about, then it goes, and what remains is shown."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from rich.text import Text
 
 from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.show import json_option, root_option
-from turnmill.cli.view import PlainConsole, say
-from turnmill.errors import Cancelled, InvalidInput
+from turnmill.cli.view import PlainConsole, confirm, say
+from turnmill.errors import InvalidInput
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.running.cleanup import Remains, clean_up
 from turnmill.wiring.running.cleanup_plan import Item, Plan, plan_for_all, plan_for_run
@@ -67,11 +66,8 @@ def cleanup(
 
 
 def _confirm(plan: Plan) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidInput("there is no terminal to ask whether to remove this: give --yes, or --dry-run to only look")
     what = f"run {plan.run_id}" if plan.run_id else f"the deployment {plan.root}"
-    if not click.confirm(f"End and remove {what}?", err=True):
-        raise Cancelled("nothing was changed")
+    confirm("this", f"End and remove {what}?", otherwise="give --yes, or --dry-run to only look")
 
 
 def _table(plan: Plan) -> Table:

@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import sys
 
 import click
 from rich.console import Console
 
 from turnmill.cli.show import json_option
-from turnmill.cli.view import PlainConsole, say
-from turnmill.errors import Cancelled, InvalidInput
+from turnmill.cli.view import PlainConsole, confirm, say
+from turnmill.errors import InvalidInput
 from turnmill.wiring.event_loop import run_loop
 
 
@@ -77,7 +76,8 @@ def _delete(name: str, region: str | None, yes: bool, console: Console) -> dict[
     clients = AwsClients(settings)
     try:
         if not yes:
-            _confirm(f"the deployment {name} in {clients.region}")
+            what = f"the deployment {name} in {clients.region}"
+            confirm(what, f"Remove {what} with all data, models and records in it?")
         run_loop(delete_deployment(clients, settings, lambda text: say(console, text)))
     finally:
         clients.close()
@@ -89,10 +89,3 @@ def require_extra() -> None:
     """The SDK is loaded by the commands that need it alone, and installed only for whom it is of use."""
     if any(importlib.util.find_spec(module) is None for module in ("anyio", "boto3")):
         raise InvalidInput("AWS can't be used: its SDK is not installed; pip install 'turnmill[aws]'")
-
-
-def _confirm(what: str) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidInput(f"there is no terminal to ask whether to remove {what}: give --yes")
-    if not click.confirm(f"Remove {what} with all data, models and records in it?", err=True):
-        raise Cancelled("nothing was changed")

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,8 @@ from turnmill.backends.embedded import disk
 from turnmill.cli.deploy import require_extra
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import json_option
-from turnmill.cli.view import PlainConsole, say
+from turnmill.cli.view import PlainConsole, confirm, say
 from turnmill.config import EXTERNAL_PARAMETERS, load_config, parameter_names
-from turnmill.errors import Cancelled, InvalidInput
 from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
 
@@ -138,7 +136,8 @@ def end(run_id: str, deployment: str, region: str | None, yes: bool, as_json: bo
         from turnmill.wiring.running.external import end_external
 
         if not yes:
-            _confirm(f"run {run_id} of the deployment {deployment} in {clients.region}, its conversations included")
+            what = f"run {run_id} of the deployment {deployment} in {clients.region}, its conversations included"
+            confirm(what, f"Remove {what}?")
         run_loop(end_external(clients, settings, run_id, tell=lambda text: say(console, text)))
     if as_json:
         click.echo(json.dumps({"run": run_id, "ended": True}))
@@ -176,10 +175,3 @@ def _write_secretly(path: Path, environ: Mapping[str, str]) -> None:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(content)
-
-
-def _confirm(what: str) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidInput(f"there is no terminal to ask whether to remove {what}: give --yes")
-    if not click.confirm(f"Remove {what}?", err=True):
-        raise Cancelled("nothing was changed")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from turnmill.cli import render
+from turnmill.errors import Cancelled, InvalidInput
 from turnmill.records import Metric, Run
 from turnmill.wiring.reading.runs import follow
 
@@ -38,6 +40,14 @@ def say(console: Console, text: str | Text) -> None:
     """Print prose: wrapped at words in a terminal, one line a sentence for grep and logs."""
     text = Text(text) if isinstance(text, str) else text
     console.print(text, soft_wrap=not console.is_terminal or text.no_wrap is True)
+
+
+def confirm(what: str, question: str, *, otherwise: str = "give --yes") -> None:
+    """Have a person agree; raises `Cancelled` for one who does not, `InvalidInput` where there is no terminal."""
+    if not sys.stdin.isatty():
+        raise InvalidInput(f"there is no terminal to ask whether to remove {what}: {otherwise}")
+    if not click.confirm(question, err=True):
+        raise Cancelled("nothing was changed")
 
 
 def command(text: str, *, style: str = "") -> Text:
