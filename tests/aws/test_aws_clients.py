@@ -75,3 +75,14 @@ def test_without_credentials_it_says_how_to_give_them(monkeypatch: pytest.Monkey
     clients = AwsClients(AwsSettings(region="us-east-1"))
     with pytest.raises(InvalidInput, match="Unable to locate credentials: set AWS_PROFILE"):
         clients.call_now("sts", "get_caller_identity")
+
+
+async def test_who_waits_for_a_service_that_does_not_answer_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    clients = AwsClients(AwsSettings(region="us-east-1", endpoint_url="http://127.0.0.1:9"), max_tries=4)
+    with caplog.at_level("WARNING"), pytest.raises(BackendUnavailable):
+        await clients.call("sqs", "list_queues")
+    assert "AWS ListQueues is tried again and again" in caplog.text

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from turnmill.backends.aws import stacks
 from turnmill.backends.aws.blobs import S3BlobStore
-from turnmill.backends.aws.clients import AwsClients, Refused
+from turnmill.backends.aws.clients import AwsClients
+from turnmill.backends.aws.described import find_now
 from turnmill.backends.aws.emptying import delete_objects
 from turnmill.backends.aws.folders import S3FolderStore
 from turnmill.backends.aws.infra import RunResources, StackRunInfra
@@ -38,7 +39,6 @@ from turnmill.ports import GENERATE_REQUEST, RunPorts, Stored, WeightStore, Writ
 from turnmill.records import clock_prefix
 
 _PAGE = 1000
-_MADE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +53,21 @@ class Found:
 def find_account(settings: AwsSettings) -> Found:
     """Where the deployment is that the credentials see; raises `InvalidInput` where there is none of this name."""
     clients = clients_of(settings)
-    region, account = clients.region, _account(clients)
-    try:
-        (stack,) = clients.call_now("cloudformation", "describe_stacks", StackName=settings.name)["Stacks"]
-    except Refused as refused:
-        if refused.code != "ValidationError":
-            raise InvalidInput(f"the deployment {settings.name} can't be looked for: {refused}") from refused
+    region, account = clients.region, clients.account_now()
+    stack = find_now(clients, settings.name)
+    if stack is None:
         raise InvalidInput(
             f"there is no deployment {settings.name!r} in account {account}, region {region}: "
             f"`turnmill deploy --name {settings.name}` makes it"
-        ) from None
-    tags = {tag["Key"]: tag["Value"] for tag in stack.get("Tags", [])}
-    if tags.get("turnmill:deployment") != settings.name or "turnmill:run" in tags:
+        )
+    if stack.tags.get("turnmill:deployment") != settings.name or "turnmill:run" in stack.tags:
         raise InvalidInput(
             f"the stack {settings.name!r} in account {account}, region {region} is no deployment of Turnmill: name "
             "another one, or make one under another name (`turnmill deploy --name NAME`)"
         )
-    if stack["StackStatus"] not in _MADE:
+    if not stack.is_made:
         raise InvalidInput(
-            f"the deployment {settings.name!r} in account {account}, region {region} is in {stack['StackStatus']}: "
+            f"the deployment {settings.name!r} in account {account}, region {region} is in {stack.status}: "
             f"`turnmill deploy --name {settings.name}` brings it in order"
         )
     return Found(settings=settings, region=region, account=account)
@@ -256,10 +252,3 @@ def _prefix(run_id: str) -> str:
 
 def _models_of(run_id: str) -> str:
     return f"models/{run_id}/"
-
-
-def _account(clients: AwsClients) -> str:
-    try:
-        return str(clients.call_now("sts", "get_caller_identity")["Account"])
-    except Refused as refused:
-        raise InvalidInput(f"the AWS credentials can't be used: {refused}") from refused

@@ -39,6 +39,8 @@ T = TypeVar("T")
 # Tries of one request, the first one included: botocore's standard mode waits a random part of 1, 2, 4 ... s, 20 at
 # most, and gives up at once where another try can't help.
 MAX_TRIES = 8
+# With this try, some seconds after the first one, people are told why they wait.
+_TELL_AT_TRY = 4
 _CONNECT_S, _READ_S = 5.0, 60.0
 # Calls that are under way at once in one process, and long polls, which must not keep calls waiting: each worker that
 # has room polls through its proxy.
@@ -162,12 +164,16 @@ class AwsClients:
                 raise BackendUnavailable(f"AWS {service} {what} failed: {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    def _check_account(self) -> None:
-        """Names of tables and queues say no account: another one's of the same name would be read, and removed."""
+    def account_now(self) -> str:
+        """That of the credentials in use; raises `InvalidInput` where they are good for nothing."""
         try:
-            account = self.call_now("sts", "get_caller_identity")["Account"]
+            return str(self.call_now("sts", "get_caller_identity")["Account"])
         except Refused as refused:
             raise InvalidInput(f"the AWS credentials can't be used: {refused}") from refused
+
+    def _check_account(self) -> None:
+        """Names of tables and queues say no account: another one's of the same name would be read, and removed."""
+        account = self.account_now()
         if account != self._settings.account:
             raise InvalidInput(
                 f"the credentials are those of account {account}; the deployment is in {self._settings.account}: set "
@@ -198,6 +204,7 @@ class AwsClients:
                     )
                 except (BotoCoreError, ValueError) as error:
                     raise _unusable(error) from error
+                self._clients[service].meta.events.register("needs-retry", _tell_of_retries)
             return self._clients[service]
 
     def close(self) -> None:
@@ -206,6 +213,12 @@ class AwsClients:
             for client in self._clients.values():
                 client.close()
             self._clients.clear()
+
+
+def _tell_of_retries(*, attempts: int, operation: Any, caught_exception: Exception | None = None, **_: Any) -> None:
+    """botocore tries in silence, for most of a minute where nobody answers. Returns nothing, which changes nothing."""
+    if attempts == _TELL_AT_TRY and caught_exception is not None:
+        logger.warning("AWS %s is tried again and again: %s", operation.name, caught_exception)
 
 
 def _session(settings: AwsSettings) -> boto3.session.Session:

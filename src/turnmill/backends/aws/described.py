@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from turnmill.backends.aws.clients import AwsClients, Refused
 from turnmill.errors import InvalidInput, NotFound
 
 GONE = "DELETE_COMPLETE"
+# Made, and as a template says: it can be used, and updated.
+_MADE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE", "IMPORT_COMPLETE")
 LOOK = "the console of CloudFormation says more"
 _MOST_REASONS = 5
 
@@ -28,6 +31,11 @@ class Stack:
         """An operation is under way. A stack in review waits for a person instead."""
         return self.status.endswith("_IN_PROGRESS") and self.status != "REVIEW_IN_PROGRESS"
 
+    @property
+    def is_made(self) -> bool:
+        """It is as some template says."""
+        return self.status in _MADE
+
 
 async def outputs(clients: AwsClients, name: str) -> dict[str, str]:
     """The outputs of a stack by their names; raises `NotFound` for one that isn't there."""
@@ -39,8 +47,13 @@ async def outputs(clients: AwsClients, name: str) -> dict[str, str]:
 
 async def find(clients: AwsClients, name: str) -> Stack | None:
     """The stack of this name or id; None where there is none."""
+    return await clients.run(partial(find_now, clients, name))
+
+
+def find_now(clients: AwsClients, name: str) -> Stack | None:
+    """`find` for a thread of the caller's own."""
     try:
-        answer = await clients.call("cloudformation", "describe_stacks", StackName=name)
+        answer = clients.call_now("cloudformation", "describe_stacks", StackName=name)
     except Refused as refused:
         if refused.code == "ValidationError" and "does not exist" in str(refused):
             return None

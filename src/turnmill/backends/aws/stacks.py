@@ -48,8 +48,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _DELETE_TRIES = 3
 # Seconds for which services still list what is deleted.
 _LISTED_S = 90.0
-# Made, and as a template says: it can be updated.
-_MADE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE", "IMPORT_COMPLETE")
 # What the first deployment left when it failed: nothing that anybody has used.
 _NEVER_MADE = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "CREATE_FAILED")
 
@@ -99,7 +97,7 @@ async def deploy(
         token = secrets.token_hex(16)
         if stack is None:
             begun: Begun = await _create(clients, name, source, tags, token)
-        elif stack.status in _MADE:
+        elif stack.is_made:
             begun = await _update(clients, stack, source, tags, token)
         else:
             raise BackendUnavailable(f"the stack {name} is in {stack.status}: {_REMEDIES.get(stack.status, LOOK)}")
@@ -137,7 +135,7 @@ async def delete(
             num_failed += 1
             if num_failed == _DELETE_TRIES:
                 raise
-    await _nothing_is_left(clients, name, tags)
+    await _nothing_is_left(clients, name, tags, tell)
 
 
 # What became of a request: under way | there is nothing to do | another one was faster, so look again.
@@ -250,9 +248,10 @@ async def _empty_buckets(clients: AwsClients, stack: Stack, watch: "_Watch") -> 
             watch.tell(f"{num_deleted} object versions of the bucket {bucket} are deleted")
 
 
-async def _nothing_is_left(clients: AwsClients, name: str, tags: Mapping[str, str]) -> None:
+async def _nothing_is_left(clients: AwsClients, name: str, tags: Mapping[str, str], tell: Tell) -> None:
     give_up, pause = time.monotonic() + _LISTED_S, 1.0
     while left := await what_is_left(clients, name, tags):
+        tell(f"the stack {name} is deleted; its services still list {', '.join(left)}")
         if time.monotonic() + pause > give_up:
             raise BackendUnavailable(f"the stack {name} is deleted, but there is still: {', '.join(left)}")
         await asyncio.sleep(pause)
