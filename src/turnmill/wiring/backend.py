@@ -11,7 +11,7 @@ are on this machine (`local_compute`).
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -197,7 +197,9 @@ def _place_of(root: Path) -> _Record | None:
     if record is not None or (root / "records").exists():
         return record
     table = load_backend(root)
-    return None if table is None or table.type is BackendType.EMBEDDED else _found_on_aws(table)
+    if table is None or table.type is BackendType.EMBEDDED:
+        return None
+    return _seen_on_aws(table, os.environ.get("AWS_ENDPOINT_URL"), os.environ.get("AWS_PROFILE"))
 
 
 def _recorded(root: Path) -> _Record | None:
@@ -233,6 +235,12 @@ def _text(settings: BackendSettings | _Record) -> str:
 
 
 # ---------------------------------------------------------------- AWS
+
+
+@lru_cache(maxsize=8)
+def _seen_on_aws(settings: BackendSettings, _endpoint: str | None, _profile: str | None) -> _Record:
+    """Looked for once by those who only look: they ask again and again, and it does not move."""
+    return _found_on_aws(settings)
 
 
 def _found_on_aws(settings: BackendSettings) -> _Record:
