@@ -47,6 +47,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_sampled_tokens: int
     created_at: float
+    # Index among the choices of the request.
+    choice: int = 0
+    # What was sampled, and the log-prob of each token; () where the request did not ask for them.
+    sampled_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    # The whole prompt; None where the request did not ask for it.
+    prompt_ids: list[int] | None = None
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):

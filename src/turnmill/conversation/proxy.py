@@ -203,9 +203,10 @@ def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
     }
 
 
-def _completion(answer: Answer | Pending, model: str) -> tuple[int, bytes]:
-    if isinstance(answer, Pending):
-        return 202, encode({"step_id": answer.step_id, "status": "pending"})
+def _completion(answers: tuple[Answer, ...] | Pending, model: str) -> tuple[int, bytes]:
+    if isinstance(answers, Pending):
+        return 202, encode({"step_id": answers.step_id, "status": "pending"})
+    answer = answers[0]
     choice = {"index": 0, "message": answer.reply, "finish_reason": answer.finish_reason, "logprobs": None}
     usage = {
         "prompt_tokens": answer.num_prompt_tokens,

@@ -132,6 +132,18 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
+    # As the client sent them; None: none.
+    tools: list[dict[str, Any]] | None = None
+    # See `GenerateRequest.tool_choice`.
+    tool_choice: str = "auto"
+    num_choices: int = 1
+    # `/v1/completions`: the one message is a text.
+    is_text: bool = False
+    is_streamed: bool = False
+    has_usage_chunk: bool = False
+    has_logprobs: bool = False
+    # The tokens of prompt and reply come with the answer.
+    has_token_ids: bool = False
 
 
 # Keys that may be present with a value that asks for what happens anyway.

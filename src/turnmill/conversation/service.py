@@ -73,8 +73,8 @@ class Service(ABC):
         key: str | None = None,
         is_retry: bool = False,
         hold_s: float | None = None,
-    ) -> Answer | Pending:
-        """Answer one chat request: a transport retry with the same call, any other with a call of its own.
+    ) -> tuple[Answer, ...] | Pending:
+        """Answer one chat request, each of its choices: a transport retry with the same calls, any other with new ones.
 
         `hold_s`: how long the client is kept waiting; what is not answered by then is `Pending`. None: until the answer
         is there, or the call's time is over.
@@ -83,7 +83,7 @@ class Service(ABC):
         """
 
     @abstractmethod
-    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> Answer | Pending:
+    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """What has become of a chat that was `Pending`. Raises like `chat`, or `NotFound` for another step."""
 
     @abstractmethod

@@ -111,7 +111,7 @@ class Sessions(Service):
         key: str | None = None,
         is_retry: bool = False,
         hold_s: float | None = None,
-    ) -> Answer | Pending:
+    ) -> tuple[Answer, ...] | Pending:
         """See `Service.chat`."""
         attempt = await self._registry.attempt_of(secret)
         check_sample_id(attempt.sample, request.sample_id)
@@ -126,7 +126,7 @@ class Sessions(Service):
             self.counts.num_retries += 1
             if hold_s is not None:
                 return await self._within(hold_s, attempt, entry, self._answer_again(attempt, entry))
-            return await self._answer_again(attempt, entry)
+            return (await self._answer_again(attempt, entry),)
         num_forks = attempt.num_forks
         entry, recorded = attempt.begin(request, key)
         if attempt.num_forks > num_forks:
@@ -136,11 +136,11 @@ class Sessions(Service):
                 logger.warning("a request does not go on from what was said: it forks", extra={"at": entry.key})
         if recorded is not None:
             self.counts.num_replayed += 1
-            return attempt.deliver(entry, recorded)
+            return (attempt.deliver(entry, recorded),)
         asking = self._ask(attempt, entry, request.sampling)
-        return await asking if hold_s is None else await self._within(hold_s, attempt, entry, asking)
+        return (await asking,) if hold_s is None else await self._within(hold_s, attempt, entry, asking)
 
-    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> Answer | Pending:
+    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """See `Service.step`. After a restart of this process, a step that had no answer yet is not known any more."""
         attempt = await self._registry.attempt_of(secret)
         entry = attempt.steps.get(step_id)
@@ -150,7 +150,7 @@ class Sessions(Service):
 
     async def _within(
         self, hold_s: float, attempt: Attempt, entry: Entry, asking: Coroutine[Any, Any, Answer]
-    ) -> Answer | Pending:
+    ) -> tuple[Answer, ...] | Pending:
         """The answer if it is there after `hold_s`; whatever becomes of the client, `asking` goes on to its end."""
         attempt.steps[entry.call_id] = entry
         if entry.asking is None:
@@ -166,7 +166,7 @@ class Sessions(Service):
             return Pending(step_id=entry.call_id)
         if entry.asking is held:
             entry.asking = None
-        return held.result()
+        return (held.result(),)
 
     def _let_go(self, held: "asyncio.Task[Answer]") -> None:
         self._held.discard(held)

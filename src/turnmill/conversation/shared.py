@@ -117,21 +117,21 @@ class SharedSessions(Service):
         key: str | None = None,
         is_retry: bool = False,
         hold_s: float | None = None,
-    ) -> Answer | Pending:
+    ) -> tuple[Answer, ...] | Pending:
         """See `Service.chat`."""
         sample_key = await self._registry.sample_key(secret, SecretKind.CHAT)
         lock = self._turns.setdefault(sample_key, asyncio.Lock())
         async with lock:
             attempt, entry, ask = await self._begin(sample_key, secret, request, key, is_retry)
         if entry.answer is not None:
-            return entry.answer
+            return (entry.answer,)
         if entry.error is not None:
             raise entry.error
         give_up_at = time.time() + self._config.call_timeout_s
         call = await self._wait(attempt.sample, ask, hold_s=hold_s, give_up_at=give_up_at)
-        return Pending(step_id=ask.call_id) if call is None else attempt.deliver(entry, call)
+        return Pending(step_id=ask.call_id) if call is None else (attempt.deliver(entry, call),)
 
-    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> Answer | Pending:
+    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """See `Service.step`."""
         sample = await self._played(await self._registry.sample_key(secret, SecretKind.CHAT), secret)
         asks = [checked_ask(stored) for stored in await read_asks(self._ports.records, *place_of(sample))]
@@ -146,7 +146,7 @@ class SharedSessions(Service):
         answer = view.attempt.steps[step_id].answer
         if answer is None:
             raise RecordCorrupt(f"call {ask.call_key} was removed while it was read")
-        return answer
+        return (answer,)
 
     async def _begin(
         self, sample_key: str, secret: str, request: ChatRequest, key: str | None, is_retry: bool

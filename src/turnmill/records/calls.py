@@ -12,6 +12,8 @@ from turnmill.records.outcomes import FinishReason, Purpose
 _END = b'"}'
 _CALL = b'"call":'
 _NO_CALL = b'"call":null}'
+# Role of the one message of a call that continues a plain text: its tokens are those of the text, without a template.
+TEXT_ROLE = "text"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -23,6 +25,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top_p: float = 1.0
     max_new_tokens: int = 4096
     stop: tuple[str, ...] = ()
+    # Of the client; joins what a call's random numbers follow from, so that two calls of one seed still differ.
+    seed: int | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -42,6 +46,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # Call whose tokens this one continues; None starts a conversation.
     parent: str | None = None
     tools: list[dict[str, Any]] | None = None
+    # "auto", "none" (no call is read out of the reply), "required", or "function:<name>": the reply then begins with
+    # what opens a call of it, which belongs to the prompt.
+    tool_choice: str = "auto"
+    # Index among the `n` choices of the request, and how many those are.
+    choice: int = 0
+    num_choices: int = 1
     sampling: Sampling = Sampling()
     # Delivery epoch: a deliberate re-send has the next one.
     epoch: int = 0
@@ -115,7 +125,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     parent: str | None
     # Digest of the parent, "" without one: a chain over the whole conversation.
     parent_digest: str
-    # Index among `n` choices.
+    # Index among the `n` choices of the request.
     choice: int
     request_digest: str
     sampling: Sampling
@@ -131,6 +141,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     version: str
     finish_reason: FinishReason
     created_at: float
+    # How many choices the request asked for: of several, only those are trained that the conversation went on from.
+    num_choices: int = 1
+    # Rendered in the opening; None below a parent, whose conversation has those of its beginning.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str = "auto"
     digest: str = ""
 
     @property

@@ -145,3 +145,5 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    # The reply calls tools; the model ended it as with STOP.
+    TOOL_CALLS = "tool_calls"

@@ -53,6 +53,17 @@ class RolloutResponse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplyTokens:
+    """The tokens of one call, as they are recorded."""
+
+    # The whole prompt: the conversation before it and the new messages.
+    prompt_ids: list[int]
+    # What was sampled, the end-of-turn token included, and the log-prob of each.
+    sampled_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """The model's answer to one call, as an environment sees it."""
 
@@ -61,6 +72,13 @@ class Reply:
     finish_reason: FinishReason
     # Token counts by their OpenAI names (prompt_tokens, completion_tokens, total_tokens).
     usage: dict[str, Any] = field(default_factory=dict)
+    # None unless they were asked for (`return_token_ids`).
+    tokens: ReplyTokens | None = None
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools, in OpenAI's form; [] where there are none."""
+        return self.message.get("tool_calls") or []
 
     @property
     def content(self) -> str:
