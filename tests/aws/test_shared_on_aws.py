@@ -182,7 +182,7 @@ async def test_as_many_processes_as_requests_use_no_number_twice(world: World) -
         # Two tries of each request, at two processes.
         answer = await service.chat(secret, service.parse(secret, body), key=str(number % 4))
         assert isinstance(answer, tuple)
-        return answer.call_id
+        return answer[0].call_id
 
     async with generating(world):
         ids = await asyncio.gather(*map(one, range(8)))

@@ -123,7 +123,7 @@ async def test_many_at_once_that_serialise_nowhere_but_in_the_records(shared_wor
         return await service.chat(secret, service.parse(secret, body))
 
     answers = await asyncio.gather(*map(one, range(16)))
-    assert {answer.call_id for answer in answers} == {f"task_0_{number}" for number in range(16)}
+    assert {answer.call_id for (answer,) in answers} == {f"task_0_{number}" for number in range(16)}
     assert [ask.index for ask in await asks_of(shared_world)] == list(range(16))
     assert (await shared_world.report(rollout)).status == 200
     assert (await shared_world.sample()).calls == tuple(f"task_0_{number}" for number in range(16))
