@@ -69,7 +69,7 @@ async def test_a_bucket_is_emptied_of_what_somebody_else_removes_meanwhile(
         behind = AwsClients(AwsSettings(name="failing", region="us-east-1", endpoint_url=proxy.url))
         await delete_objects(behind, bucket, "parts/")
         behind.close()
-        assert proxy.counts().faults["lose"] > 0
+    assert proxy.counts().faults["lose"] > 0
     assert "Uploads" not in clients.call_now("s3", "list_multipart_uploads", Bucket=bucket)
 
 
