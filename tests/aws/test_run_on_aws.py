@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.aws.emulator import Emulator
 from tests.e2e.accounts import check_accounting, check_steps
-from tests.e2e.processes import Running, start_turnmill, wait_for
+from tests.e2e.processes import PATIENCE_S, Running, start_turnmill, wait_for
 from turnmill import assets, check_all_queues
 from turnmill.backends.aws.clients import AwsClients
 from turnmill.backends.aws.deployment import deploy_deployment
@@ -139,6 +139,6 @@ def test_a_run_is_examined_and_cancelled_from_another_process(root: Path) -> Non
         alive = {process["name"] for process in seen["processes"] if process["state"] == "alive"}
         assert alive == {"control", "proxy", "worker-0", "replica-0", "trainer"}
         assert turnmill(root, "cancel", run_id)["status"] == "cancelled"
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     assert look_at_run(root, run_id).status is RunStatus.CANCELLED
     assert not any(queue.num_held for queue in check_all_queues(run_id, root=root).values())

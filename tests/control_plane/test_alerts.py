@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.deployment import start_up
-from tests.e2e.processes import Running, start_resume, start_run, wait_for
+from tests.e2e.processes import PATIENCE_S, Running, start_resume, start_run, wait_for
 from tests.e2e.webhooks import webhook
 from turnmill.backends.embedded import open_run
 from turnmill.ports import Message
@@ -82,7 +82,7 @@ def test_a_crash_loop_and_dead_letters_are_told_of_while_the_run_goes_on_and_ove
             wait_for("dead letters", lambda: of_kind(told, "dead_letters_growing"), running.process)
             assert [item for item in told if item["event"] == "resolve"] == []
             running.process.send_signal(signal.SIGINT)
-            running.process.communicate(timeout=60)
+            running.process.communicate(timeout=PATIENCE_S)
         (loop,), (letters,) = of_kind(told, "crash_loop"), of_kind(told, "dead_letters_growing")
         assert loop["stage"] == "worker-0" and "3 restarts" in loop["summary"] and "exit code -9" in loop["error"]
         assert loop["log_lines"] and "worker-0 died with exit code -9" in "".join(loop["log_lines"])
@@ -124,12 +124,12 @@ def test_a_run_that_failed_in_the_foreground_is_told_of_by_whoever_delivers(tmp_
         with start_up(root) as up:
             wait_for("the folder", (root / "bucket" / "training-data").is_dir, up.process)
             with start_run(root, audit_mean_tolerance=NO_TOLERANCE, audit_max_tolerance=NO_TOLERANCE) as running:
-                _, err = running.process.communicate(timeout=100)
+                _, err = running.process.communicate(timeout=PATIENCE_S)
                 assert running.process.returncode == 1, err
             (failed,) = wait_for("the alert", lambda: of_kind(told, "run_failed"), up.process)
             assert "alert run_failed" in (root / "logs" / "control.log").read_text(), "delivered by the deployment"
             up.process.send_signal(signal.SIGINT)
-            up.process.communicate(timeout=60)
+            up.process.communicate(timeout=PATIENCE_S)
         assert failed["stage"] == "SubmitTraining" and failed["error"]
         assert failed["conversation"].startswith(f"samples/{failed['run_id']}/train/")
         roles = {line.partition(":")[0] for line in failed["log_lines"]}
@@ -137,7 +137,7 @@ def test_a_run_that_failed_in_the_foreground_is_told_of_by_whoever_delivers(tmp_
         check_command(failed)
         # Nobody else delivers now; and that it goes on resolves the first.
         with start_resume(root, failed["run_id"]) as again:
-            again.process.communicate(timeout=100)
+            again.process.communicate(timeout=PATIENCE_S)
         both = of_kind(told, "run_failed")
         assert [alert["alert_id"] for alert in of_kind(told, "run_failed", "resolve")] == [failed["alert_id"]]
         assert len(both) == 2 and both[1]["run_id"] == failed["run_id"]

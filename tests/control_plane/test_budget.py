@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
-from tests.e2e.processes import PARAMETERS, Running, is_alive, start_resume, start_run, start_turnmill, wait_for
+from tests.e2e.processes import (
+    PARAMETERS,
+    PATIENCE_S,
+    Running,
+    is_alive,
+    start_resume,
+    start_run,
+    start_turnmill,
+    wait_for,
+)
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.budget import num_tokens
@@ -101,7 +110,7 @@ def check_breach(root: Path, run_id: str, budget: int, *, num_batches: int = 1) 
 def test_a_budget_of_tokens_stops_within_one_batch_and_a_higher_one_goes_on_to_the_end(tmp_path: Path) -> None:
     """Defect 35: a run without a guard goes on for as long as somebody pays."""
     with start_run(tmp_path, max_steps="4", baseline_rollouts="0", budget_tokens=str(BUDGET)) as running:
-        out, err = running.process.communicate(timeout=100)
+        out, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 1 and "Traceback" not in err
     run_id = json.loads(out.splitlines()[-1])["run_id"]
     status = check_breach(tmp_path, run_id, BUDGET)
@@ -155,7 +164,7 @@ def test_a_role_that_is_killed_before_the_breach_loses_no_count_and_doubles_none
     with start_run(tmp_path, max_steps="4", baseline_rollouts="0", budget_tokens=str(BUDGET)) as running:
         wait_for("first step", running.num_steps, running.process)
         running.kill(victim)
-        running.process.communicate(timeout=100)
+        running.process.communicate(timeout=PATIENCE_S)
         run_id = run_id_of(running)
     # What the dead one had under way is played again, beside what its heirs ask for.
     check_breach(tmp_path, run_id, BUDGET, num_batches=2)
@@ -177,14 +186,14 @@ def test_a_control_process_that_is_killed_at_the_breach_leaves_a_run_that_is_not
         run_id = run_id_of(running)
         trainer = running.role_pid("trainer")
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     wait_for("end of the trainer", lambda: trainer is None or not is_alive(trainer))
     with start_turnmill(tmp_path, command) as again:
         wait_for("breach", lambda: reading(tmp_path, "status", run_id)["status"] == "failed", again.process)
         status = check_breach(tmp_path, run_id, BUDGET, num_batches=2)
         wait_for("alert", lambda: reading(tmp_path, "alerts", run_id), again.process)
         again.process.kill()
-        again.process.communicate(timeout=60)
+        again.process.communicate(timeout=PATIENCE_S)
     (alert,) = reading(tmp_path, "alerts", run_id)
     assert (alert["kind"], alert["command"]) == ("budget_breach", f"turnmill cost {run_id} --root {tmp_path}")
     assert "is used up" in alert["error"] and alert["log_lines"]
@@ -251,14 +260,14 @@ def test_dollars_run_out_also_while_the_trainer_hangs_and_the_checkpoint_is_that
         trainer = running.role_pid("trainer")
         assert trainer is not None
         os.kill(trainer, signal.SIGSTOP)
-        _, err = running.process.communicate(timeout=100)
+        _, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 1 and "budget_usd = 60 (--budget-usd) is used up" in err
     assert not is_alive(trainer)
     status = reading(tmp_path, "status", run_id)
     assert status["cost"]["usd"] >= 60 and "stopped at step " in status["error"]
     assert turnmill(tmp_path, "resume", run_id).returncode == 2
     with start_resume(tmp_path, run_id, "--budget-usd", str(status["cost"]["usd"] + 40)) as resumed:
-        _, err = resumed.process.communicate(timeout=100)
+        _, err = resumed.process.communicate(timeout=PATIENCE_S)
     again = reading(tmp_path, "status", run_id)
     assert "(resume) is used up" in err and again["cost"]["usd"] >= status["cost"]["usd"] + 40
     assert again["summary"]["steps"] > status["summary"]["steps"] and "checkpoint " in again["error"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import is_alive, start_run, start_turnmill, wait_for
+from tests.e2e.processes import PATIENCE_S, is_alive, start_run, start_turnmill, wait_for
 from turnmill import assets
 from turnmill.backends.embedded import open_bucket, open_root_records, open_run, processes_of
 from turnmill.intake.claims import Claim, claim
@@ -155,7 +155,7 @@ def test_nothing_remains_of_a_run_that_was_killed_at_a_bad_moment(tmp_path: Path
         # The roles can't even notice that control is gone.
         stop_between_writes(root / "runs" / run_id, pids)
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     asyncio.run(fill(root, run_id))
     listed = processes_of(root, run_id)
     assert sorted(one.pid for one in listed) == sorted(pids)
@@ -202,7 +202,7 @@ def test_the_process_of_a_run_that_is_stopped_is_ended_with_its_roles(tmp_path: 
         found = clean(tmp_path, run_id)
         control = next(one for one in found["processes"] if one["name"] == "control")
         assert control["pid"] == running.process.pid and len(control["ports"]) == 1, "the proxy's"
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
         assert not any(is_alive(pid) for pid in pids)
     assert files_in(tmp_path / "runs") == []
 
@@ -212,7 +212,7 @@ def test_a_run_in_the_foreground_is_cancelled_and_its_process_ends_by_itself(tmp
         wait_for("three roles", lambda: len(running.children()) == 3, running.process)
         assert running.folder is not None
         clean(tmp_path, running.folder.name)
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 130
     assert files_in(tmp_path / "runs") == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.control_plane.stalls import STALLS, Stall, doctor, hang_environment, place_of, started, suffer
-from tests.e2e.processes import start_run, wait_for
+from tests.e2e.processes import PATIENCE_S, start_run, wait_for
 from tests.faults import disk
 
 Record = Callable[[str, object], None]
@@ -42,7 +42,7 @@ def test_a_run_that_stays_stalled_ends_as_failed_with_the_diagnosis_and_without_
         running = stack.enter_context(started(root))
         wait_for("a step", lambda: running.num_steps() >= 1, running.process)
         hang_environment(running, stack)
-        _, err = running.process.communicate(timeout=90)
+        _, err = running.process.communicate(timeout=PATIENCE_S)
         assert running.process.returncode == 1
         assert "no progress for" in err and "the environment hangs" in err and "Traceback" not in err
         assert running.children() == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.deployment import has_status, runs_of, start_up, turnmill
-from tests.e2e.processes import wait_for
+from tests.e2e.processes import PATIENCE_S, wait_for
 from turnmill import assets
 
 NUM_FILES = 50
@@ -78,7 +78,7 @@ def test_a_thousand_doubled_and_disordered_events_make_exactly_the_runs_that_the
         wait_for("some runs", lambda: len(_all_runs(root)) >= 5, running.process)
         # In the middle of taking them.
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     with start_up(root) as running:
         wait_for("all runs", lambda: len(_all_runs(root)) >= NUM_FILES, running.process)
         # Changed in reverse: as long as before, so that only content and time differ.
@@ -89,7 +89,7 @@ def test_a_thousand_doubled_and_disordered_events_make_exactly_the_runs_that_the
         _put(folder, "last.jsonl", TASKS[0])
         wait_for("the last", lambda: len(_all_runs(root)) > 2 * NUM_FILES, running.process)
         running.process.send_signal(signal.SIGINT)
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     found = sorted(run["upload"] for run in _all_runs(root))
     assert found == sorted(["team/last.jsonl", *(f"team/{name}" for name in names * 2)])
     assert num_events >= 1000

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.deployment import runs_of, start_up, turnmill
-from tests.e2e.processes import Running, is_alive, wait_for
+from tests.e2e.processes import PATIENCE_S, Running, is_alive, wait_for
 from turnmill import assets
 from turnmill.pipeline.engine import POINTS
 from turnmill.pipeline.stages import STAGES
@@ -65,7 +65,7 @@ def test_control_is_killed_in_every_stage_and_the_run_comes_to_its_end(
         with start_up(root, max_steps="2") as running:
             wait_for(f"the kill in {stage}", _is_gone(armed))
             wait_for(f"its end in {stage}", _is_dead(running))
-            running.process.communicate(timeout=60)
+            running.process.communicate(timeout=PATIENCE_S)
             assert running.process.returncode == -9
     with start_up(root, max_steps="2") as running:
         wait_for(

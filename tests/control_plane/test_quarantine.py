@@ -11,7 +11,7 @@ import pytest
 from tests.control_plane.malformed import GOOD, MALFORMED, ROWS
 from tests.e2e.accounts import check_accounting
 from tests.e2e.deployment import has_status, runs_of, start_up, turnmill
-from tests.e2e.processes import wait_for
+from tests.e2e.processes import PATIENCE_S, wait_for
 
 # Each starts processes, several times over, where other tests do the same.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -99,7 +99,7 @@ def test_a_kill_at_any_moment_of_a_quarantine_is_made_good_by_the_next_start(
         (root / "failpoints" / point).write_text("")
         key = f"team/{point}.jsonl"
         with start_up(root) as running:
-            running.process.communicate(timeout=60)
+            running.process.communicate(timeout=PATIENCE_S)
             assert runs_of(root)[key]["status"] in ("queued", "interrupted")
         with start_up(root) as running:
             wait_for("its end", partial(has_status, root, key, "failed"), running.process)

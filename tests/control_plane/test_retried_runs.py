@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.accounts import check_accounting
 from tests.e2e.deployment import turnmill
-from tests.e2e.processes import start_run, start_turnmill, wait_for
+from tests.e2e.processes import PATIENCE_S, start_run, start_turnmill, wait_for
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_a_cancelled_run_is_retried_in_the_foreground_as_a_run_of_its_own(tmp_pa
         assert running.folder is not None
         first = running.folder.name
         assert turnmill(tmp_path, "cancel", first).returncode == 0
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     command = ["retry", first, "--json", "--root", str(tmp_path), "--max-steps", "1"]
     with start_turnmill(tmp_path, command) as running:
         figures = running.finish()

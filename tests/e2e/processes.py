@@ -27,7 +27,7 @@ PARAMETERS = {
     "worker-lease-s": "2",
     "max-concurrent-rollouts": "32",
 }
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 
 
 def wait_for(what: str, probe: Callable[[], Any], process: "subprocess.Popen[str] | None" = None) -> Any:
@@ -135,7 +135,7 @@ def start_turnmill(root: Path, command: list[str], env: Mapping[str, str] = {}) 
     finally:
         if process.poll() is None:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE_S)
 
 
 def read_records(root: Path, run_id: str) -> tuple[list[SampleRecord], list[Batch]]:

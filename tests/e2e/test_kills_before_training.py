@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.accounts import check_accounting
-from tests.e2e.processes import is_alive, start_resume, start_run, wait_for
+from tests.e2e.processes import PATIENCE_S, is_alive, start_resume, start_run, wait_for
 from turnmill.pipeline.stages import STAGES
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import list_runs, look_at_run
@@ -19,7 +19,7 @@ def test_a_run_whose_control_process_is_killed_in_a_stage_before_training_is_res
     armed.parent.mkdir()
     armed.touch()
     with start_run(tmp_path, max_steps="1") as running:
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
         assert running.process.returncode == -9 and not armed.exists()
     (run,) = run_loop(list_runs(tmp_path))
     assert [entry.name for entry in run.stages][-1] == stage and run.stages[-1].state == "running"

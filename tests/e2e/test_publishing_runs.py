@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
-from tests.e2e.processes import PARAMETERS, Running, start_resume, start_run, start_turnmill, wait_for
+from tests.e2e.processes import PARAMETERS, PATIENCE_S, Running, start_resume, start_run, start_turnmill, wait_for
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.records import DropReason, Purpose, Run, RunStatus, SampleRecord, SampleState, decode, sample_prefix
@@ -44,7 +44,7 @@ def arm(root: Path, point: str) -> None:
 
 def end_by_kill(running: Running) -> str:
     """Wait for the armed kill; the id of the run."""
-    running.process.communicate(timeout=100)
+    running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == -9 and running.folder is not None
     return running.folder.name
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_not_shown_to_be_better_is_held_and_its_run_has_succeede
 def test_tasks_that_the_base_model_never_passes_stop_the_run_before_its_first_step(tmp_path: Path) -> None:
     """A reward that is always the same, whatever is answered (defect 42), is noticed here at the latest."""
     with start_run(tmp_path, success_threshold="2") as running:
-        out, err = running.process.communicate(timeout=100)
+        out, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 1 and "Traceback" not in err
     figures = json.loads(out.splitlines()[-1])
     assert "too hard for the base model: none of 384 rollouts passed (at most 0.8 % would)" in figures["error"]
@@ -152,7 +152,7 @@ def test_a_control_process_that_is_killed_in_the_middle_of_a_baseline_goes_on_wi
     with start_run(tmp_path, max_steps="1", baseline_rollouts="1000", baseline_max_rollouts="1000") as running:
         wait_for("a rollout of the baseline", half, running.process)
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
         assert running.folder is not None
         run_id = running.folder.name
     with start_resume(tmp_path, run_id) as running:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
-from tests.e2e.processes import Running, is_alive, read_records, start_resume, start_run, wait_for
+from tests.e2e.processes import PATIENCE_S, Running, is_alive, read_records, start_resume, start_run, wait_for
 from turnmill.records import DropReason
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
@@ -59,7 +59,7 @@ def test_a_run_whose_control_process_was_killed_is_resumed_to_its_end(tmp_path: 
         assert refused.returncode == 2 and "Traceback" not in refused.stderr
         assert f"is active: its control process {running.process.pid} is running" in refused.stderr
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     status = status_of(tmp_path, run_id)
     assert status["status"] == "interrupted" and f"turnmill resume {run_id}" in status["error"]
     # Its orphans may still be ending: the new control process waits for them.
@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_from_its_last_step(tmp_path: Path) -> None:
         wait_for_steps(running, 1)
         run_id = run_id_of(running)
         running.process.send_signal(signal.SIGINT)
-        _, err = running.process.communicate(timeout=60)
+        _, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 130 and f"turnmill resume {run_id}" in err
     with start_resume(tmp_path, run_id) as resumed:
         figures = resumed.finish()
@@ -116,7 +116,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
         wait_for("trainer", lambda: running.role_pid("trainer"), running.process)
         run_id = run_id_of(running)
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     data.write_text(data.read_text().replace("slate", "stale"))
     refused = turnmill(tmp_path, "resume", run_id)
     assert refused.returncode == 2 and f"{data} has changed since the run began" in refused.stderr

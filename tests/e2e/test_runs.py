@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.accounts import check_accounting
-from tests.e2e.processes import Running, is_alive, read_records, start_run, wait_for
+from tests.e2e.processes import PATIENCE_S, Running, is_alive, read_records, start_run, wait_for
 from turnmill.records import SampleState
 
 
@@ -63,7 +63,7 @@ def test_ctrl_c_stops_everything_and_says_what_was_kept(tmp_path: Path) -> None:
         wait_for("first step", running.num_steps, running.process)
         pids = running.children()
         running.process.send_signal(signal.SIGINT)
-        out, err = running.process.communicate(timeout=60)
+        out, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 130
     figures = json.loads(out.splitlines()[-1])
     assert figures["status"] == "cancelled" and figures["steps"] >= 1
@@ -83,7 +83,7 @@ def test_roles_end_when_the_control_process_is_killed(tmp_path: Path) -> None:
         wait_for("first step", running.num_steps, running.process)
         pids = running.children()
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
         wait_for("end of the orphans", lambda: not any(is_alive(pid) for pid in pids))
 
 

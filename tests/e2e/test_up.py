@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.deployment import has_status, runs_of, start_up, turnmill
-from tests.e2e.processes import is_alive, wait_for
+from tests.e2e.processes import PATIENCE_S, is_alive, wait_for
 from tests.e2e.webhooks import SECRET, webhook
 from turnmill import assets
 
@@ -50,7 +50,7 @@ def _upload_and_serve(root: Path, folder: Path, sidecar: Path) -> None:
         again = turnmill(root, "up")
         assert again.returncode == 1 and f"(pid {running.process.pid})" in again.stderr
         running.process.send_signal(signal.SIGINT)
-        out, err = running.process.communicate(timeout=60)
+        out, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 0, err
     assert out.count("ignored upload notes.txt: only .jsonl files are trained on") == 1
     runs = runs_of(root)
@@ -82,14 +82,14 @@ def test_a_killed_control_goes_on_with_its_run_and_a_stopped_one_with_those_that
         wait_for("a step", running.num_steps_of_any, running.process)
         pids = running.children()
         running.process.kill()
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     states = {upload: run["status"] for upload, run in runs_of(root).items()}
     assert states == {"first.jsonl": "interrupted", "second.jsonl": "queued"}
     with start_up(root) as running:
         wait_for("the first's end", lambda: has_status(root, "first.jsonl", "succeeded"), running.process)
         wait_for("the second", lambda: has_status(root, "second.jsonl", "active"), running.process)
         running.process.send_signal(signal.SIGINT)
-        running.process.communicate(timeout=60)
+        running.process.communicate(timeout=PATIENCE_S)
     assert not any(is_alive(pid) for pid in pids)
     assert runs_of(root)["second.jsonl"]["status"] == "queued", "stopped, not cancelled"
     with start_up(root) as running:

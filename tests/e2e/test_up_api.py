@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.accounts import check_accounting
-from tests.e2e.processes import PARAMETERS, start_turnmill, wait_for
+from tests.e2e.processes import PARAMETERS, PATIENCE_S, start_turnmill, wait_for
 from turnmill import assets
 from turnmill.wiring.backend import backend_of
 
@@ -46,7 +46,7 @@ def test_an_upload_through_the_interface_trains_and_one_is_cancelled(tmp_path: P
         ask(tmp_path, "POST", f"/api/v1/runs/{runs_of(tmp_path)['b.jsonl']['run_id']}/cancel")
         wait_for("its end", lambda: runs_of(tmp_path)["b.jsonl"]["status"] == "cancelled", running.process)
         running.process.send_signal(signal.SIGINT)
-        _, err = running.process.communicate(timeout=60)
+        _, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 0, err
     check_accounting(tmp_path, run)
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
