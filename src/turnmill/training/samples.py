@@ -1,9 +1,11 @@
 """From stored records to training rows, checked on the way: what does not match its digest is never trained.
 
-    SampleRecord + its Calls -> checks -> tree of calls -> one Row a leaf
+    SampleRecord + its Calls -> checks -> tree of calls -> one Row a leaf that trains something
 
 A conversation may branch. Each path from a first call to a leaf is one row, and a token that several paths share has
-loss mask 1 only in the first of them. Axes: T positions of a row.
+loss mask 1 only in the first of them. Of the choices of one request only those are trained that the conversation went
+on from. What comes behind the last trained token of a path is no part of its row, and a path that trains nothing is no
+row. Axes: T positions of a row.
 """
 
 import math
@@ -101,12 +103,27 @@ def rows_of(sample: SampleRecord, calls: Sequence[Call]) -> list[Row]:
         _check_call(sample, call, by_id)
         by_id[call.call_id] = call
     parents = {call.parent for call in calls}
-    trained: set[str] = set()
+    due = trained_ids(calls)
     rows = []
     for leaf in calls:
         if leaf.call_id not in parents:
-            rows.append(_row(sample, _path(leaf, by_id), trained))
+            path = _path(leaf, by_id)
+            while path and path[-1].call_id not in due:
+                path.pop()
+            if path:
+                rows.append(_row(sample, path, due))
     return rows
+
+
+def trained_ids(calls: Sequence[Call]) -> set[str]:
+    """Those of the calls that a sample consumed whose tokens are trained.
+
+    Of the choices of one request only those that the conversation went on from: the reward tells nothing about others.
+    """
+    parents = {call.parent for call in calls}
+    return {
+        call.call_id for call in calls if any(call.loss_mask) and (call.num_choices == 1 or call.call_id in parents)
+    }
 
 
 def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSample:
@@ -165,8 +182,8 @@ def _path(leaf: Call, by_id: dict[str, Call]) -> list[Call]:
     return path[::-1]
 
 
-def _row(sample: SampleRecord, path: Sequence[Call], trained: set[str]) -> Row:
-    """Concatenate a path; calls in `trained` are context here, the others are added to it."""
+def _row(sample: SampleRecord, path: Sequence[Call], due: set[str]) -> Row:
+    """Concatenate a path; calls in `due` are trained here and taken out of it, the others are context."""
     token_ids: list[int] = []
     loss_mask: list[int] = []
     logprobs: list[float] = []
@@ -175,16 +192,16 @@ def _row(sample: SampleRecord, path: Sequence[Call], trained: set[str]) -> Row:
     for call in path:
         start, size = len(token_ids), len(call.token_ids)
         token_ids += call.token_ids
-        if call.call_id in trained or not any(call.loss_mask):
-            loss_mask += [0] * size
-            logprobs += [0.0] * size
-            temperatures += [1.0] * size
-        else:
+        if call.call_id in due:
             new = size - call.num_sampled
             loss_mask += call.loss_mask
             logprobs += [0.0] * new + call.logprobs
             temperatures += [1.0] * new + [call.sampling.temperature] * call.num_sampled
-        trained.add(call.call_id)
+            due.remove(call.call_id)
+        else:
+            loss_mask += [0] * size
+            logprobs += [0.0] * size
+            temperatures += [1.0] * size
         spans.append(Span(call_id=call.call_id, start=start, end=start + size, version=call.version))
     return Row(
         key=sample.key,
