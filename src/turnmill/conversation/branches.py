@@ -125,13 +125,15 @@ def request_digest(
     num_choices: int = 1,
 ) -> str:
     """Digest of a call's new messages and of all parameters: what replay compares below one parent."""
-    parameters = (_sorted.encode(tools or None), encode(sampling), encode((tool_choice, num_choices)))
+    parameters = (_sorted.encode(tools or None), encode(sampling), encode([tool_choice, num_choices]))
     return digest_of(*(canonical(message) for message in messages), *parameters)
 
 
 def request_identity(last_hash: bytes, sampling: Sampling, tool_choice: str = "auto", num_choices: int = 1) -> str:
     """Digest of a whole request, from the hash up to its last message: what a transport retry repeats."""
-    return digest_of(last_hash, encode(sampling), encode((tool_choice, num_choices)))
+    if tool_choice == "auto" and num_choices == 1:
+        return digest_of(last_hash, encode(sampling))
+    return digest_of(last_hash, encode(sampling), encode([tool_choice, num_choices]))
 
 
 @dataclass(kw_only=True)

@@ -1,11 +1,10 @@
 """From stored records to training rows, checked on the way: what does not match its digest is never trained.
 
-    SampleRecord + its Calls -> checks -> tree of calls -> one Row a leaf that trains something
+    SampleRecord + its Calls -> checks -> tree of calls -> one Row a branch
 
-A conversation may branch. Each path from a first call to a leaf is one row, and a token that several paths share has
-loss mask 1 only in the first of them. Of the choices of one request only those are trained that the conversation went
-on from. What comes behind the last trained token of a path is no part of its row, and a path that trains nothing is no
-row. Axes: T positions of a row.
+A conversation may branch. Each path from a first call to one behind which nothing is trained is one row, and a token
+that several paths share has loss mask 1 only in the first of them. Of the choices of one request only those are trained
+that the conversation went on from. Axes: T positions of a row.
 """
 
 import math
@@ -102,17 +101,10 @@ def rows_of(sample: SampleRecord, calls: Sequence[Call]) -> list[Row]:
     for call in calls:
         _check_call(sample, call, by_id)
         by_id[call.call_id] = call
-    parents = {call.parent for call in calls}
     due = trained_ids(calls)
-    rows = []
-    for leaf in calls:
-        if leaf.call_id not in parents:
-            path = _path(leaf, by_id)
-            while path and path[-1].call_id not in due:
-                path.pop()
-            if path:
-                rows.append(_row(sample, path, due))
-    return rows
+    paths = [_path(call, by_id) for call in calls if call.call_id in due]
+    inner = {call.call_id for path in paths for call in path[:-1]}
+    return [_row(sample, path, due) for path in paths if path[-1].call_id not in inner]
 
 
 def trained_ids(calls: Sequence[Call]) -> set[str]:
@@ -174,9 +166,9 @@ def check_mask(call: Call) -> None:
             _mismatch(key, "logprobs", "finite numbers <= 0", value)
 
 
-def _path(leaf: Call, by_id: dict[str, Call]) -> list[Call]:
-    """From the first call of the conversation to `leaf`."""
-    path = [leaf]
+def _path(last: Call, by_id: dict[str, Call]) -> list[Call]:
+    """From the first call of the conversation to `last`."""
+    path = [last]
     while path[-1].parent is not None:
         path.append(by_id[path[-1].parent])
     return path[::-1]

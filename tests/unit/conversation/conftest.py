@@ -86,6 +86,8 @@ class ScriptedReplica:
     requests: list[GenerateRequest] = field(default_factory=list)
     # Text of the answer to a request; a dict is the answer's error.
     reply: Callable[[GenerateRequest], str | dict[str, str]] = lambda request: f"answer {request.step_id}"
+    # The record of an answer.
+    make: Callable[[GenerateRequest, str, Call | None], Call] = call_for
     # False: the record is written, but nobody is told.
     tells: bool = True
     # Cleared: calls are taken and wait.
@@ -112,7 +114,7 @@ class ScriptedReplica:
         reply = self.reply(request)
         error = reply if isinstance(reply, dict) else None
         if isinstance(reply, str):
-            await write_calls(self.ports.records, [call_for(request, reply, await self._parent(request))])
+            await write_calls(self.ports.records, [self.make(request, reply, await self._parent(request))])
         if self.tells:
             response = GenerateResponse(
                 sample_id=request.sample_id,
