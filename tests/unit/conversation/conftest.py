@@ -354,7 +354,7 @@ async def _proxy(
             yield shared, f"http://127.0.0.1:{port}"
 
 
-async def _record_responses(ports: RunPorts, run: Run) -> None:
+async def responding(ports: RunPorts, run: Run) -> None:
     """What a function that is called with the messages of generate_response does."""
     while True:
         messages = await ports.generate_response.lease(max_messages=64, lease_s=30, wait_s=5)
@@ -374,7 +374,7 @@ async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE
             replica = ScriptedReplica(ports)
             running = [asyncio.create_task(replica.run())]
             if form is Form.SHARED:
-                running.append(asyncio.create_task(_record_responses(ports, RUN)))
+                running.append(asyncio.create_task(responding(ports, RUN)))
             services, urls = zip(*proxies, strict=True)
             yield World(
                 root=root,
