@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.house import MODEL, TOKEN, House, open_house
 from tests.e2e.mortal_worker import FIRST_OWN, MORTAL, NUM_TURNS
+from tests.e2e.one_go import in_one_go
 from turnmill import failpoints
 from turnmill.conversation.history import read_calls
 from turnmill.generation.renderer import Renderer
@@ -50,19 +51,6 @@ def heard(folder: Path) -> dict[str, list[tuple[int, list[dict[str, Any]]]]]:
             told = json.loads(line)
             found.setdefault(told["sample_id"], []).append((told["pid"], told["messages"]))
     return found
-
-
-def in_one_go(renderer: Renderer, path: Sequence[Call]) -> list[int]:
-    """The tokens of a conversation, rendered anew from what was said, around what was sampled."""
-    ids: list[int] = []
-    for call in path:
-        sampled = call.token_ids[-call.num_sampled :]
-        if call.parent is None:
-            ids = renderer.opening(call.messages)
-        else:
-            ids += renderer.continuation(call.messages, ended=ids[-1] in renderer.end_ids)
-        ids += sampled
-    return ids
 
 
 @pytest.mark.slow

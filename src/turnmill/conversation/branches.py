@@ -125,8 +125,10 @@ def request_digest(
     num_choices: int = 1,
 ) -> str:
     """Digest of a call's new messages and of all parameters: what replay compares below one parent."""
-    parameters = (_sorted.encode(tools or None), encode(sampling), encode([tool_choice, num_choices]))
-    return digest_of(*(canonical(message) for message in messages), *parameters)
+    parts = [canonical(message) for message in messages]
+    if tools or tool_choice != "auto" or num_choices != 1:
+        parts.append(_sorted.encode([tools or None, tool_choice, num_choices]))
+    return digest_of(*parts, encode(sampling))
 
 
 def request_identity(last_hash: bytes, sampling: Sampling, tool_choice: str = "auto", num_choices: int = 1) -> str:
