@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
+from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, ScriptedRollouts
 from turnmill.config import Config
 from turnmill.errors import NoProgress
-from turnmill.records import Call, SampleRecord
+from turnmill.records import Call, DropReason, Purpose, SampleRecord, call_key, decode
 from turnmill.training.samples import TrainingSample, rows_of, trained_ids, training_sample
 from turnmill.training.trainer import Trainer
 
@@ -175,3 +177,30 @@ def test_a_group_of_which_nothing_is_trained_changes_nothing(
     with pytest.raises(NoProgress, match=r"of several choices \(`n`\) only those that the conversation went on from"):
         trainer.step([group_of("u", (1.0, 0.0))])
     assert trainer.fingerprint() == before
+
+
+# ---------------------------------------------------------------- versions
+
+
+class Choosy(ScriptedRollouts):
+    """At the end of each conversation two choices are asked for, which the first weights answer; none is used."""
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        await super().play(sample_id, group_id, reward)
+        keys = [call_key(RUN_ID, Purpose.TRAIN, sample_id, call_id) for call_id in self.ready.pop().calls]
+        calls = [decode(stored.value, Call) for stored in await self.ports.records.get(keys) if stored is not None]
+        choices = choices_of([self.call_of(sample_id, 2 + c, calls[-1], version="0.0") for c in range(2)])
+        sample = self.sample_of(sample_id, [*calls, *choices], reward, group_id)
+        for record in (*choices, sample):
+            await self.put(record.key, record)
+        self.ready.append(sample)
+
+
+async def test_choices_that_are_not_trained_make_no_sample_stale(
+    bench: Bench, tiny_model: Path, builders: Builders
+) -> None:
+    await bench.train(Choosy(bench.ports, tiny_model, builders, lambda _, g: float(g % 2)), max_steps=2)
+    assert {sample.drop_reason for sample in await bench.samples()} <= {None, DropReason.SURPLUS}
+    metrics = await bench.ports.metrics.read(RUN_ID)
+    assert [metric.values["staleness"] for metric in metrics] == [0, 0]
+    assert [metric.values["num_trained_tokens"] for metric in metrics] == [32, 32]
