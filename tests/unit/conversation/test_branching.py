@@ -202,14 +202,15 @@ async def test_tool_calls_and_the_messages_behind_them_are_recognized(world: "Wo
     (called,) = first.reply["tool_calls"]
     # As a client may send it back: no content but "", its arguments in another order.
     function = {"name": "look", "arguments": '{"from":"here","at":1}'}
-    again = {"role": "assistant", "content": "", "tool_calls": [{"id": called["id"], "function": function}]}
+    call: Message = {"id": called["id"], "function": function}
+    again: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     results = [{"role": "tool", "tool_call_id": f"{called['id']}", "content": f"result {n}"} for n in range(2)]
     second = await talk.one("a", again, *results, tools=tools)
     assert world.replica.requests[1].messages == results
     assert world.replica.requests[1].parent == first.call_id
     # Another id, another argument: not what was said.
     for changed in ({"id": "other"}, {"function": {**function, "arguments": '{"from":"here","at":2}'}}):
-        wrong = {**again, "tool_calls": [{**again["tool_calls"][0], **changed}]}
+        wrong = {**again, "tool_calls": [{**call, **changed}]}
         await talk.one("a", wrong, *results, tools=tools)
     assert [request.parent for request in world.replica.requests] == [None, first.call_id, None, None]
     assert second.reply == assistant("done")

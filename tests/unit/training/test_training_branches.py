@@ -191,8 +191,9 @@ class Choosy(ScriptedRollouts):
         calls = [decode(stored.value, Call) for stored in await self.ports.records.get(keys) if stored is not None]
         choices = choices_of([self.call_of(sample_id, 2 + c, calls[-1], version="0.0") for c in range(2)])
         sample = self.sample_of(sample_id, [*calls, *choices], reward, group_id)
-        for record in (*choices, sample):
-            await self.put(record.key, record)
+        for call in choices:
+            await self.put(call.key, call)
+        await self.put(sample.key, sample)
         self.ready.append(sample)
 
 
