@@ -58,7 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     run_id: str = ""
     purpose: Purpose = Purpose.TRAIN
     attempt: int = 1
-    # Digest of messages, tools and sampling (replay compares it).
+    # Digest of the messages and of all parameters (replay compares it).
     request_digest: str = ""
     # Most tokens of the conversation, prompt included.
     max_length: int = 0

@@ -378,6 +378,28 @@ async def test_choices_are_replayed_one_by_one(world: "World", tokens: Tokens) -
     assert [[span.call_id for span in row.spans] for row in rows] == [[alone.call_id], [ids[1], last.call_id]]
 
 
+async def test_a_restarted_proxy_goes_on_from_choices_that_two_attempts_made(world: "World", tokens: Tokens) -> None:
+    failed = {"code": "engine_failed", "message": "out of memory"}
+    world.replica.reply = lambda request: failed if request.step_id == "task_0_1" else f"answer {request.step_id}"
+    talk = await begin(world)
+    with pytest.raises(GenerationFailed):
+        await talk.all("a", num_choices=2)
+    await world.lose_lease()
+    second = Talk(world, await world.lease_one())
+    old, new = await second.all("a", num_choices=2)
+    assert (old.call_id, world.replica.requests[-1].step_id) == ("task_0_0", new.call_id)
+    async with world.restarted() as other:
+        later = Talk(other, other.here(second.rollout))
+        lasts = [await later.one("a", choice.reply, "b") for choice in (new, old)]
+        assert [request.parent for request in world.replica.requests[-2:]] == [new.call_id, old.call_id]
+        assert other.counts.num_forks == 0
+        assert set(await later.end()) == {old.call_id, new.call_id, *(answer.call_id for answer in lasts)}
+    rows = await check_sample(world, tokens)
+    assert sorted([span.call_id for span in row.spans] for row in rows) == sorted(
+        [[new.call_id, lasts[0].call_id], [old.call_id, lasts[1].call_id]]
+    )
+
+
 async def test_more_choices_than_one_reservation_holds_have_numbers(world: "World", tokens: Tokens) -> None:
     talk = await begin(world)
     for turn in range(2):
