@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from tests.unit.conversation.talking import Tokens
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config
 from turnmill.conversation.history import checked_call, checked_sample, write_calls
@@ -469,3 +470,11 @@ def lone_world_of(tmp_path: Path) -> WorldOf:
         return open_world(tmp_path, replace(CONFIG, **changes))
 
     return opened
+
+
+@pytest.fixture
+def tokens(world: World) -> Tokens:
+    """Of the world's replica, whose replies are unlike one another unless a test says otherwise."""
+    tokens = Tokens()
+    world.replica.make = tokens.make
+    return tokens

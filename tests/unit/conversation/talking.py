@@ -175,3 +175,30 @@ async def check_sample(world: "World", tokens: Tokens, sample_id: str = "task_0"
         last = row.spans[-1].call_id
         assert row.token_ids == [*tokens.prompts[last], *tokens.sampled[last]]
     return rows
+
+
+class Talk:
+    """Requests of one attempt, each at another one of the run's proxies."""
+
+    def __init__(self, world: "World", rollout: dict[str, Any]) -> None:
+        self.world, self.rollout, self._num = world, rollout, 0
+
+    async def all(self, *said: dict[str, Any] | str, **more: Any) -> tuple[Answer, ...]:
+        """The answers to messages, of which texts are the user's; the text `prompt` for a completion."""
+        self._num += 1
+        messages = [user(item) if isinstance(item, str) else item for item in said]
+        service = self.world.services[self._num % len(self.world.services)]
+        return await ask(service, self.rollout, more.pop("prompt", messages), **more)
+
+    async def one(self, *said: dict[str, Any] | str, **more: Any) -> Answer:
+        (answer,) = await self.all(*said, **more)
+        return answer
+
+    async def end(self) -> tuple[str, ...]:
+        """The calls of the sample, which is reported."""
+        assert (await self.world.report(self.rollout)).status == 200
+        return (await self.world.sample()).calls
+
+
+async def begin(world: "World") -> Talk:
+    return Talk(world, await world.begin())
