@@ -24,7 +24,7 @@ from turnmill.conversation.http import HttpClient, Url
 from turnmill.conversation.registry import hash_secret
 from turnmill.errors import InvalidInput
 from turnmill.ports import Write
-from turnmill.records import Ask, Purpose, SampleState, Sampling, call_key, encode
+from turnmill.records import Ask, AskedCall, Purpose, SampleState, Sampling, call_key, encode
 from turnmill.wiring.event_loop import run_loop
 
 TASK = {"prompt": "Guess the five-letter word.", "answer": "crane"}
@@ -216,7 +216,7 @@ def test_what_can_not_be_recorded_comes_again_with_all_that_is_behind_it_in_its_
     )
     failures = json.loads(answer["Payload"].read())["batchItemFailures"]
     assert [failure["itemIdentifier"] for failure in failures] == ["2", "4"]
-    (recorded,) = run_loop(external.ports().records.get([other.call_key]))
+    (recorded,) = run_loop(external.ports().records.get(other.call_keys))
     assert recorded is not None
 
 
@@ -232,9 +232,7 @@ def _asked(external: ExternalRun, sample_id: str, *, parent: str | None) -> Ask:
             sample_id=sample.sample_id,
             index=0,
             attempt=1,
-            call_id=f"{sample.sample_id}_0",
-            step_id=f"{sample_id}_0",
-            is_replay=False,
+            calls=(AskedCall(call_id=f"{sample.sample_id}_0", step_id=f"{sample_id}_0"),),
             parent=parent,
             messages=[{"role": "user", "content": "Guess."}],
             sampling=Sampling(),
@@ -244,7 +242,7 @@ def _asked(external: ExternalRun, sample_id: str, *, parent: str | None) -> Ask:
             nonce="n",
             created_at=0.0,
         )
-        assert call_key(sample.run_id, sample.purpose, sample.sample_id, asked.call_id) == asked.call_key
+        assert asked.call_keys == [call_key(sample.run_id, sample.purpose, sample.sample_id, asked.step_id)]
         await ports.records.write([Write(key=asked.key, value=encode(asked), expected=0)])
         return asked
 

@@ -1,6 +1,6 @@
 """What a proxy remembers of one attempt of a sample while it is played. No storage and no clock: `Sessions` feeds it.
 
-    chat request -> retry_of | begin -> (recorded answer | new call) -> deliver -> Answer
+    chat request -> retry_of | begin -> (recorded answer | new call) a choice -> deliver -> Answer a choice
 
 Everything here can be built again from the records and is forgotten when the attempt ends: from the calls alone
 (`load`), as far as they tell, or from the log of what was asked (`load_log`), exactly.
@@ -17,21 +17,24 @@ from turnmill.conversation.branches import (
     BranchTable,
     Node,
     Replay,
+    Siblings,
+    Text,
     extend_hash,
+    hash_after,
     in_order,
-    prefix_hashes,
     request_digest,
     request_identity,
+    text_of,
 )
 from turnmill.conversation.requests import ChatRequest, Heard
 from turnmill.errors import GenerationFailed, InvalidRequest, RecordCorrupt
 from turnmill.records import (
+    TEXT_ROLE,
     Ask,
     Call,
     FinishReason,
     GenerateRequest,
     SampleRecord,
-    Sampling,
     call_key,
 )
 
@@ -63,23 +66,30 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """One chat request of the attempt and the call that answers it."""
+    """One chat request of the attempt and the calls that answer it, one a choice."""
 
-    call_id: str
-    key: str
+    call_ids: tuple[str, ...]
     # Over all its messages and parameters: what a transport retry repeats.
     identity: str
-    # Of the conversation up to and with its last message.
+    # Of the conversation up to and with its last message; the same of a text, None for a conversation.
     hash: bytes
+    text: Text | None
     parent: Node | None
     # Messages after the parent's reply.
     messages: list[dict[str, Any]]
     digest: str
-    # Neither: not answered yet.
-    answer: Answer | None = None
+    # What is told of the tokens to whoever asks for the answer later.
+    has_logprobs: bool = False
+    has_token_ids: bool = False
+    # Neither: not answered yet. A request is answered once all its choices are, and has failed once one of them has.
+    answers: tuple[Answer, ...] | None = None
     error: GenerationFailed | None = None
-    # What waits for the answer on behalf of a client that may ask for it later.
-    asking: "asyncio.Task[Answer] | None" = None
+    # What waits for the answers on behalf of a client that may ask for them later.
+    asking: "asyncio.Task[tuple[Answer, ...]] | None" = None
+
+    @property
+    def step_id(self) -> str:
+        return self.call_ids[0]
 
 
 @dataclass(kw_only=True)
@@ -104,11 +114,10 @@ class Attempt:
     is_loaded: bool = False
     num_requests: int = 0
     num_forks: int = 0
-    num_replayed: int = 0
     # Call ids in order of first use.
     consumed: dict[str, None] = field(default_factory=dict)
     heard: Heard = field(default_factory=Heard)
-    # Entries whose answers can be asked for later, by call id.
+    # Entries whose answers can be asked for later, by the name of the step.
     steps: dict[str, Entry] = field(default_factory=dict)
     # Guards the reading of records on behalf of this attempt.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -144,24 +153,42 @@ class Attempt:
             )
         return entry
 
-    def begin(self, request: ChatRequest, key: str | None) -> tuple[Entry, Call | None]:
-        """A new request's entry, and the recorded answer of an earlier attempt where it replays one."""
-        parent, start = self._table.match(request.said.hashes)
-        messages = request.said.since(start)
-        self._go_on(parent, messages)
-        digest = request_digest(messages, None, request.sampling)
-        recorded = self._replay.take(parent.call_id if parent else None, digest)
-        if recorded is None:
-            call_id = f"{self.sample.sample_id}_{self.next_call}"
-            self.next_call += 1
+    def begin(self, request: ChatRequest, key: str | None) -> tuple[Entry, list[Call | None]]:
+        """A new request's entry and, of each choice, the recorded answer of an earlier attempt where it replays one."""
+        text: Text | None = None
+        if request.is_text:
+            prompt = request.said.tail[0]["content"]
+            text = Text(prompt)
+            parent, rest = self._table.match_text(prompt)
+            messages = [{"role": TEXT_ROLE, "content": rest}]
         else:
-            call_id = recorded.call_id
-            self.num_replayed += 1
-        entry = self._entry(call_id, request.identity, request.said.hashes[-1], parent, messages, digest)
+            parent, start = self._table.match(request.said.hashes)
+            messages = request.said.since(start)
+        self._go_on(parent, messages)
+        num = request.num_choices
+        digest = request_digest(messages, request.tools, request.sampling, request.tool_choice, num)
+        above = parent.call_id if parent else None
+        recorded = [self._replay.take(above, digest, choice) for choice in range(num)]
+        entry = Entry(
+            call_ids=tuple(self._next_id() if call is None else call.call_id for call in recorded),
+            identity=request.identity,
+            hash=request.said.hashes[-1],
+            text=text,
+            parent=parent,
+            messages=messages,
+            digest=digest,
+            has_logprobs=request.has_logprobs,
+            has_token_ids=request.has_token_ids,
+        )
         self._latest[entry.identity] = entry
         if key is not None:
             self._keyed[key] = entry
         return entry, recorded
+
+    def _next_id(self) -> str:
+        call_id = f"{self.sample.sample_id}_{self.next_call}"
+        self.next_call += 1
+        return call_id
 
     def _go_on(self, parent: Node | None, messages: list[dict[str, Any]]) -> None:
         self.num_requests += 1
@@ -172,14 +199,18 @@ class Attempt:
             parent.is_continued = True
             self._consume(parent)
 
-    def generate_request(self, entry: Entry, sampling: Sampling) -> GenerateRequest:
+    def generate_request(self, entry: Entry, request: ChatRequest, choice: int) -> GenerateRequest:
         """What the replica is sent: with a parent, only the messages after its reply."""
         return GenerateRequest(
             sample_id=self.sample.sample_id,
-            step_id=entry.call_id,
+            step_id=entry.call_ids[choice],
             messages=entry.messages,
             parent=entry.parent.call_id if entry.parent else None,
-            sampling=sampling,
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            choice=choice,
+            num_choices=request.num_choices,
+            sampling=request.sampling,
             run_id=self.sample.run_id,
             purpose=self.sample.purpose,
             attempt=self.sample.attempt,
@@ -187,19 +218,40 @@ class Attempt:
             max_length=self.sample.request.max_length,
         )
 
-    def deliver(self, entry: Entry, call: Call) -> Answer:
-        """Take the recorded call as the entry's answer; raises `RecordCorrupt` if it answers something else."""
-        if entry.answer is None:
+    def key_of(self, call_id: str) -> str:
+        """Of the record of a call."""
+        return call_key(self.sample.run_id, self.sample.purpose, self.sample.sample_id, call_id)
+
+    def path_of(self, call_id: str) -> list[str]:
+        """The calls of a conversation up to this one, which is answered."""
+        path: list[str] = []
+        walk: Node | None = self._table.nodes[call_id]
+        while walk is not None:
+            path.append(walk.call_id)
+            walk = walk.parent
+        return path[::-1]
+
+    def deliver(self, entry: Entry, calls: Sequence[Call]) -> tuple[Answer, ...]:
+        """Take recorded calls as the entry's answers; raises `RecordCorrupt` if one answers something else."""
+        if entry.answers is None:
             parent = entry.parent.call_id if entry.parent else None
-            if call.request_digest != entry.digest or call.parent != parent:
-                raise RecordCorrupt(
-                    f"call {call.key} answers the request {call.request_digest} after {call.parent}, "
-                    f"asked was {entry.digest} after {parent}"
-                )
-            node = self._node(call, entry.parent, entry.hash)
+            for choice, call in enumerate(calls):
+                if (call.request_digest, call.parent, call.choice) != (entry.digest, parent, choice):
+                    raise RecordCorrupt(
+                        f"call {call.key} answers choice {call.choice} of the request {call.request_digest} after "
+                        f"{call.parent}, asked was {choice} of {entry.digest} after {parent}"
+                    )
+            for call in calls:
+                self._add(call, entry.parent, entry.hash, entry.text)
+            entry.answers = self._answers(calls)
+        return entry.answers
+
+    def _answers(self, calls: Sequence[Call]) -> tuple[Answer, ...]:
+        """What the client is told of calls that have their places; from now on they count as consumed."""
+        nodes = [self._table.nodes[call.call_id] for call in calls]
+        for node in nodes:
             self._consume(node)
-            entry.answer = _answer(call, node.num_tokens)
-        return entry.answer
+        return tuple(_answer(call, node.num_tokens) for call, node in zip(calls, nodes, strict=True))
 
     # ------------------------------------------------------------ records
 
@@ -212,12 +264,13 @@ class Attempt:
         """
         calls = in_order(call for call in calls if call.attempt > self.sample.redriven_after)
         if self.is_restored:
+            siblings = Siblings()
             for call in calls:
-                self._restore(call)
+                self._restore(call, siblings)
             self._restored = {
                 identity: entry
                 for identity, entry in self._latest.items()
-                if not self._table.nodes[entry.call_id].is_continued
+                if not any(self._table.nodes[call_id].is_continued for call_id in entry.call_ids)
             }
         self._replay = Replay.of(
             call for call in calls if call.attempt < self.sample.attempt and call.call_id not in self.consumed
@@ -231,80 +284,90 @@ class Attempt:
         """
         by_id = {call.call_id: call for call in calls}
         # A number is never used twice, whichever attempt used it.
-        self.next_call += sum(not ask.is_replay for ask in asks)
+        self.next_call += sum(not call.is_replay for ask in asks for call in ask.calls)
+        taken: set[str] = set()
         for ask in asks:
             if ask.attempt == self.sample.attempt:
-                self._take_up(ask, by_id.get(ask.call_id))
+                self._take_up(ask, [by_id.get(call.call_id) for call in ask.calls])
+                taken.update(call.call_id for call in ask.calls)
         self._replay = Replay.of(
             call
             for call in calls
-            if self.sample.redriven_after < call.attempt < self.sample.attempt and call.call_id not in self.steps
+            if self.sample.redriven_after < call.attempt < self.sample.attempt and call.call_id not in taken
         )
         self.is_loaded = True
 
-    def _take_up(self, ask: Ask, call: Call | None) -> None:
+    def _take_up(self, ask: Ask, recorded: Sequence[Call | None]) -> None:
         parent = self._table.nodes.get(ask.parent) if ask.parent else None
-        if (ask.parent and parent is None) or (ask.is_replay and call is None):
-            raise RecordCorrupt(f"{ask.key} is about {ask.call_id} after {ask.parent}: one of them is not recorded")
-        messages = call.messages if call is not None else ask.messages
+        is_lost = any(asked.is_replay and call is None for asked, call in zip(ask.calls, recorded, strict=True))
+        if (ask.parent and parent is None) or is_lost:
+            raise RecordCorrupt(f"{ask.key} is about {ask.step_id} after {ask.parent}: one of them is not recorded")
+        calls = [call for call in recorded if call is not None]
+        messages, tools = (calls[0].messages, calls[0].tools) if calls else (ask.messages, ask.tools)
         self._go_on(parent, messages)
-        last_hash = prefix_hashes(messages, parent.hash if parent else b"")[-1]
-        entry = self._entry(ask.call_id, ask.identity, last_hash, parent, messages, ask.request_digest)
-        self.steps[entry.call_id] = self._latest[entry.identity] = entry
+        last_hash, text = hash_after(messages, parent, tools)
+        entry = Entry(
+            call_ids=tuple(call.call_id for call in ask.calls),
+            identity=ask.identity,
+            hash=last_hash,
+            text=text,
+            parent=parent,
+            messages=messages,
+            digest=ask.request_digest,
+            has_logprobs=ask.has_logprobs,
+            has_token_ids=ask.has_token_ids,
+        )
+        self.steps[entry.step_id] = self._latest[entry.identity] = entry
         if ask.idempotency_key is not None:
             self._keyed[ask.idempotency_key] = entry
-        if call is not None:
-            self.deliver(entry, call)
-        elif ask.error is not None:
-            entry.error = failure_of(ask.error)
+        if len(calls) == len(ask.calls):
+            self.deliver(entry, calls)
+            return
+        errors = [asked.error for asked, call in zip(ask.calls, recorded, strict=True) if call is None and asked.error]
+        if errors:
+            entry.error = failure_of(errors[0])
 
-    def _restore(self, call: Call) -> None:
+    def _restore(self, call: Call, siblings: Siblings) -> None:
         parent = self._table.nodes.get(call.parent) if call.parent else None
         if call.parent and parent is None:
             raise RecordCorrupt(f"call {call.key} continues {call.parent}, which is not recorded")
-        start = parent.hash if parent else b""
-        before = prefix_hashes(call.messages, start)[-1] if call.messages else start
-        node = self._node(call, parent, before)
-        if call.attempt == self.sample.attempt:
-            self.num_requests += 1
-            if parent is not None:
-                parent.is_continued = True
-            self._consume(node)
-            identity = request_identity(before, call.sampling)
-            entry = self._entry(call.call_id, identity, before, parent, call.messages, call.request_digest)
-            entry.answer = _answer(call, node.num_tokens)
-            self.steps[entry.call_id] = self._latest[identity] = entry
+        last_hash, text = hash_after(call.messages, parent, call.tools)
+        self._add(call, parent, last_hash, text)
+        if call.attempt < self.sample.attempt:
+            return
+        if parent is not None:
+            parent.is_continued = True
+            self._consume(parent)
+        choices = siblings.complete(call)
+        if choices is None:
+            return
+        self.num_requests += 1
+        entry = Entry(
+            call_ids=tuple(choice.call_id for choice in choices),
+            identity=request_identity(last_hash, call.sampling, call.tool_choice, call.num_choices),
+            hash=last_hash,
+            text=text,
+            parent=parent,
+            messages=call.messages,
+            digest=call.request_digest,
+        )
+        entry.answers = self._answers(choices)
+        self.steps[entry.step_id] = self._latest[entry.identity] = entry
 
-    def _node(self, call: Call, parent: Node | None, before: bytes) -> Node:
+    def _add(self, call: Call, parent: Node | None, before: bytes, text: Text | None) -> None:
+        """Give a recorded call its place, behind what was asked: a text, or None."""
+        if text is not None:
+            text = text.extended(text_of(call.reply.get("content")))
         node = Node(
             call_id=call.call_id,
             parent=parent,
-            hash=extend_hash(before, call.reply),
+            hash=text.hash if text is not None else extend_hash(before, call.reply),
+            text=text,
+            is_open=text is None or call.finish_reason is FinishReason.LENGTH,
             num_tokens=(parent.num_tokens if parent else 0) + len(call.token_ids),
             is_consumed=False,
         )
         self._table.add(node)
-        return node
-
-    def _entry(
-        self,
-        call_id: str,
-        identity: str,
-        last_hash: bytes,
-        parent: Node | None,
-        messages: list[dict[str, Any]],
-        digest: str,
-    ) -> Entry:
-        sample = self.sample
-        return Entry(
-            call_id=call_id,
-            key=call_key(sample.run_id, sample.purpose, sample.sample_id, call_id),
-            identity=identity,
-            hash=last_hash,
-            parent=parent,
-            messages=messages,
-            digest=digest,
-        )
 
     def _consume(self, node: Node) -> None:
         """Count the call and what it continues as used, the start of the conversation first."""
@@ -332,4 +395,5 @@ def _answer(call: Call, num_tokens: int) -> Answer:
         num_prompt_tokens=num_tokens - call.num_sampled,
         num_sampled_tokens=call.num_sampled,
         created_at=call.created_at,
+        choice=call.choice,
     )

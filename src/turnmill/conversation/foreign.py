@@ -1,7 +1,7 @@
 """Samples of a foreign trainer, which asks by v0 messages and knows neither attempts nor parents of calls.
 
     v0 rollout request -> Occurrence + SampleRecord REQUESTED -> rollout_request -> played as any other sample
-    Ask -> generate_request with the whole conversation, under the ids of the wire
+    Ask -> a generate_request a choice with the whole conversation, under the ids of the wire
 
 The trainer's sample id stays on the wire. What is played under it is a sample of an id of its own, an occurrence: the
 same id asked for again, once what was played under it has ended, is another one. The names of steps count up over the
@@ -9,16 +9,16 @@ calls of all attempts and occurrences, so that a late answer is never taken for 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from turnmill import failpoints
 from turnmill.config import Config
-from turnmill.conversation.history import checked_sample, path_of
-from turnmill.conversation.requests import Report, finite
-from turnmill.errors import InvalidInput, InvalidRequest, RecordCorrupt
+from turnmill.conversation.history import checked_sample
+from turnmill.conversation.requests import ChatRequest, Report, finite
+from turnmill.errors import InvalidInput, InvalidRequest
 from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (
     PROTOCOL_VERSION,
@@ -191,18 +191,32 @@ def step_id_of(sample: SampleRecord, call_id: str, number: int) -> str:
     return f"{sample.wire_id}_{number}"
 
 
-def generate_request(sample: SampleRecord, ask: Ask, calls: Mapping[str, Call]) -> GenerateRequest:
-    """What a foreign generator is asked: the whole conversation, since it knows no parent to go on from."""
-    messages: list[dict[str, Any]] = []
-    if ask.parent is not None:
-        if ask.parent not in calls:
-            raise RecordCorrupt(f"{ask.key} goes on from {ask.parent}, which is not recorded")
-        for call in path_of(calls[ask.parent], calls):
-            messages += [*call.messages, call.reply]
+def check_wire(sample: SampleRecord, request: ChatRequest) -> None:
+    """Raises `InvalidRequest` for what v0 has no words for, where a foreign trainer generates."""
+    if sample.wire_id is None:
+        return
+    if request.is_text:
+        raise InvalidRequest("completions are not served: a foreign trainer is asked for messages", param="prompt")
+    if request.has_token_ids:
+        raise InvalidRequest(
+            "return_token_ids is not served: a foreign trainer does not tell the tokens of the prompt",
+            param="return_token_ids",
+            code="unsupported_value",
+        )
+
+
+def generate_request(sample: SampleRecord, ask: Ask, choice: int, path: Sequence[Call]) -> GenerateRequest:
+    """What a foreign generator is asked for one choice: the whole conversation, since it knows no calls to go on from.
+
+    `path` are the calls before. The names of tools and the choice among them are ours: v0 ignores keys it doesn't know.
+    """
+    messages = [message for call in path for message in (*call.messages, call.reply)]
     return GenerateRequest(
         sample_id=sample.wire_id or sample.sample_id,
-        step_id=ask.step_id,
+        step_id=ask.calls[choice].step_id,
         messages=[*messages, *ask.messages],
+        tools=path[0].tools if path else ask.tools,
+        tool_choice=ask.tool_choice,
         sampling=ask.sampling,
         epoch=ask.epoch,
         run_id=sample.run_id,

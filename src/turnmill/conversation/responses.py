@@ -1,8 +1,8 @@
 """Answers of those who generate, put where `SharedSessions` looks for them: what a consumer of generate_response does.
 
-    generate_response -> an error            -> Ask.error
+    generate_response -> an error            -> error of its call in the Ask
                       -> of our own replicas -> nothing: the call is recorded already
-                      -> a foreign answer    -> Call, by conditional write | Ask.error, where it can't be used
+                      -> a foreign answer    -> Call, by conditional write | an error, where it can't be used
 
 A message may come twice or late: the first record stands, and what belongs to no call that was asked for is dropped.
 """
@@ -15,7 +15,6 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from turnmill.conversation.foreign import find_occurrence
 from turnmill.conversation.history import checked_ask, checked_call, read_asks, write_calls
@@ -37,7 +36,7 @@ from turnmill.records import (
 logger = logging.getLogger(__name__)
 MALFORMED = "malformed_answer"
 _TOKEN = re.compile(r"token_id:(\d{1,9})")
-_FINISH = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "length": FinishReason.LENGTH}
+_FINISH = {reason.value: reason for reason in FinishReason}
 # What rounding may make of the log-prob of a certain token.
 _MAX_LOGPROB = 1e-3
 
@@ -78,20 +77,21 @@ async def record_response(ports: RunPorts, run: Run, response: GenerateResponse)
     if found is None:
         logger.warning("an answer to no call that was asked for was dropped", extra={"at": response.step_id})
         return Outcome.UNKNOWN
-    stored, ask = found
+    stored, ask, choice = found
+    asked = ask.calls[choice]
     parent_key = None if ask.parent is None else call_key(ask.run_id, ask.purpose, ask.sample_id, ask.parent)
-    keys = [ask.call_key, *([parent_key] if parent_key else [])]
+    keys = [ask.key_of(asked), *([parent_key] if parent_key else [])]
     recorded, *parents = await ports.records.get(keys)
-    if recorded is not None or ask.error is not None:
+    if recorded is not None or asked.error is not None:
         return Outcome.KNOWN
     if response.error is not None:
-        return await _fail(ports, stored, ask, response.error)
+        return await _fail(ports, stored, ask, choice, response.error)
     parent = None if parent_key is None else _required(parents[0], parent_key)
     try:
-        call = call_of(ask, parent, response)
+        call = call_of(ask, choice, parent, response)
     except GenerationFailed as error:
-        logger.error("an answer can't be used: %s", error, extra={"at": ask.call_key})
-        return await _fail(ports, stored, ask, {"code": error.code, "message": str(error)})
+        logger.error("an answer can't be used: %s", error, extra={"at": keys[0]})
+        return await _fail(ports, stored, ask, choice, {"code": error.code, "message": str(error)})
     (is_first,) = await write_calls(ports.records, [call])
     return Outcome.RECORDED if is_first else Outcome.KNOWN
 
@@ -108,7 +108,8 @@ def _failure_in(body: bytes, error: Exception) -> GenerateResponse | None:
         return None
 
 
-async def _find_ask(ports: RunPorts, run: Run, response: GenerateResponse) -> tuple[Stored, Ask] | None:
+async def _find_ask(ports: RunPorts, run: Run, response: GenerateResponse) -> tuple[Stored, Ask, int] | None:
+    """The entry that asked for the call, and the choice that it is."""
     sample_id = response.sample_id
     if run.kind is RunKind.EXTERNAL:
         occurrence, _ = await find_occurrence(ports, run.run_id, sample_id)
@@ -117,8 +118,9 @@ async def _find_ask(ports: RunPorts, run: Run, response: GenerateResponse) -> tu
         sample_id = occurrence.request.sample_id
     for stored in await read_asks(ports.records, run.run_id, response.purpose, sample_id):
         ask = checked_ask(stored)
-        if ask.step_id == response.step_id and not ask.is_replay:
-            return stored, ask
+        for choice, asked in enumerate(ask.calls):
+            if asked.step_id == response.step_id and not asked.is_replay:
+                return stored, ask, choice
     return None
 
 
@@ -128,9 +130,9 @@ def _required(stored: Stored | None, key: str) -> Call:
     return checked_call(stored)
 
 
-async def _fail(ports: RunPorts, stored: Stored, ask: Ask, error: dict[str, str]) -> Outcome:
+async def _fail(ports: RunPorts, stored: Stored, ask: Ask, choice: int, error: dict[str, str]) -> Outcome:
     while True:
-        failed = structs.replace(ask, error=error)
+        failed = ask.with_error(choice, error)
         (ok,) = await ports.records.write([Write(key=ask.key, value=encode(failed), expected=stored.version)])
         if ok:
             return Outcome.FAILED
@@ -139,41 +141,42 @@ async def _fail(ports: RunPorts, stored: Stored, ask: Ask, error: dict[str, str]
         if again is None:
             return Outcome.UNKNOWN
         stored, ask = again, checked_ask(again)
-        if ask.error is not None:
+        if ask.calls[choice].error is not None:
             return Outcome.KNOWN
 
 
 # ---------------------------------------------------------------- foreign answers
 
 
-def call_of(ask: Ask, parent: Call | None, response: GenerateResponse) -> Call:
-    """The sealed call of a v0 answer; raises `GenerationFailed` with the part that can't be used.
+def call_of(ask: Ask, index: int, parent: Call | None, response: GenerateResponse) -> Call:
+    """The sealed call of a v0 answer to choice `index`; raises `GenerationFailed` with the part that can't be used.
 
-    Its tokens are those that were sampled: v0 does not tell those of the prompt.
+    Its tokens are those that were sampled: v0 does not tell those of the prompt. And each choice is an answer with one
+    choice: v0 knows no request for several.
     """
     data = response.data
     choices = data.get("choices") if data is not None else None
     if data is None or not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise _malformed("data.choices must be a list of one choice")
     choice = choices[0]
-    message = choice.get("message")
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, str):
-        raise _malformed("data.choices[0].message.content must be a text")
+    reply = _reply(choice.get("message"))
     token_ids, logprobs = _sampled(choice.get("logprobs"))
     return Call(
         run_id=ask.run_id,
         purpose=ask.purpose,
         sample_id=ask.sample_id,
-        call_id=ask.call_id,
+        call_id=ask.calls[index].call_id,
         attempt=ask.attempt,
         parent=ask.parent,
         parent_digest=parent.digest if parent is not None else "",
-        choice=0,
+        choice=index,
+        num_choices=len(ask.calls),
+        tools=ask.tools,
+        tool_choice=ask.tool_choice,
         request_digest=ask.request_digest,
         sampling=ask.sampling,
         messages=ask.messages,
-        reply={"role": "assistant", "content": content},
+        reply=reply,
         token_ids=token_ids,
         loss_mask=[int(ask.sampling.is_trainable)] * len(token_ids),
         logprobs=logprobs,
@@ -181,6 +184,37 @@ def call_of(ask: Ask, parent: Call | None, response: GenerateResponse) -> Call:
         finish_reason=_finish_reason(choice.get("finish_reason") or response.finish_reason),
         created_at=time.time(),
     ).sealed()
+
+
+def _reply(message: Any) -> dict[str, Any]:
+    """The assistant's message, with the keys that matter."""
+    where = "data.choices[0].message"
+    message = message if isinstance(message, dict) else {}
+    content, tool_calls = message.get("content"), message.get("tool_calls") or []
+    if not isinstance(content, str) and not (content is None and tool_calls):
+        raise _malformed(f"{where}.content must be a text, or null beside tool_calls")
+    if not isinstance(tool_calls, list):
+        raise _malformed(f"{where}.tool_calls must be a list")
+    reply: dict[str, Any] = {"role": "assistant", "content": content}
+    if tool_calls:
+        reply["tool_calls"] = [_tool_call(item, f"{where}.tool_calls[{i}]") for i, item in enumerate(tool_calls)]
+    return reply
+
+
+def _tool_call(item: Any, where: str) -> dict[str, Any]:
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(function, dict):
+        raise _malformed(f"{where} must have id and function")
+    texts = {
+        "id": item.get("id"),
+        "function.name": function.get("name"),
+        "function.arguments": function.get("arguments"),
+    }
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise _malformed(f"{where}.{name} must be a text, not {_short(value)}")
+    called = {"name": function["name"], "arguments": function["arguments"]}
+    return {"id": item["id"], "type": "function", "function": called}
 
 
 def _sampled(logprobs: Any) -> tuple[list[int], list[float]]:

@@ -14,7 +14,7 @@ restarted proxy finds it again.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from turnmill.conversation.leases import CALL_RANGE, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.requests import ChatRequest, Report, parse_chat
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
+from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost, NotFound
 from turnmill.ports import RunPorts
-from turnmill.records import Call, Run, RunKind, SampleRecord, SampleState, Sampling
+from turnmill.records import Call, Run, RunKind, SampleRecord, SampleState
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Sessions(Service):
         super().__init__(ports, run, config, Leases(ports, config, self._registry))
         self._tasks: list[asyncio.Task[None]] = []
         # Calls of clients that may come back for the answer.
-        self._held: set[asyncio.Task[Answer]] = set()
+        self._held: set[asyncio.Task[tuple[Answer, ...]]] = set()
 
     @property
     def num_attempts(self) -> int:
@@ -115,8 +116,8 @@ class Sessions(Service):
         """See `Service.chat`."""
         attempt = await self._registry.attempt_of(secret)
         check_sample_id(attempt.sample, request.sample_id)
-        while attempt.is_current and attempt.next_call >= attempt.call_bound:
-            await self._reserve(attempt)
+        while attempt.is_current and attempt.next_call + request.num_choices > attempt.call_bound:
+            await self._reserve(attempt, request.num_choices)
         # No await until the entry is known to `attempt`: two tries of one request must meet there.
         if not attempt.is_current:
             raise LeaseLost(f"the attempt is over; sample {attempt.sample.sample_id} is no longer played by it")
@@ -124,21 +125,20 @@ class Sessions(Service):
         entry = attempt.retry_of(request, key, is_retry)
         if entry is not None:
             self.counts.num_retries += 1
-            if hold_s is not None:
-                return await self._within(hold_s, attempt, entry, self._answer_again(attempt, entry))
-            return (await self._answer_again(attempt, entry),)
+            entry.has_logprobs, entry.has_token_ids = request.has_logprobs, request.has_token_ids
+            asking = self._answer_again(attempt, entry)
+            return await asking if hold_s is None else await self._within(hold_s, attempt, entry, asking)
         num_forks = attempt.num_forks
         entry, recorded = attempt.begin(request, key)
         if attempt.num_forks > num_forks:
             self.counts.num_forks += 1
             if attempt.num_forks == 1:
                 # Once an attempt: an agent that forks at all tends to do it at each turn.
-                logger.warning("a request does not go on from what was said: it forks", extra={"at": entry.key})
-        if recorded is not None:
-            self.counts.num_replayed += 1
-            return (attempt.deliver(entry, recorded),)
-        asking = self._ask(attempt, entry, request.sampling)
-        return (await asking,) if hold_s is None else await self._within(hold_s, attempt, entry, asking)
+                at = attempt.key_of(entry.step_id)
+                logger.warning("a request does not go on from what was said: it forks", extra={"at": at})
+        self.counts.num_replayed += None not in recorded
+        asking = self._ask(attempt, entry, request, recorded)
+        return await asking if hold_s is None else await self._within(hold_s, attempt, entry, asking)
 
     async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """See `Service.step`. After a restart of this process, a step that had no answer yet is not known any more."""
@@ -149,10 +149,10 @@ class Sessions(Service):
         return await self._within(hold_s, attempt, entry, self._answer_again(attempt, entry))
 
     async def _within(
-        self, hold_s: float, attempt: Attempt, entry: Entry, asking: Coroutine[Any, Any, Answer]
+        self, hold_s: float, attempt: Attempt, entry: Entry, asking: Coroutine[Any, Any, tuple[Answer, ...]]
     ) -> tuple[Answer, ...] | Pending:
-        """The answer if it is there after `hold_s`; whatever becomes of the client, `asking` goes on to its end."""
-        attempt.steps[entry.call_id] = entry
+        """The answers if they are there after `hold_s`; whatever becomes of the client, `asking` goes on to its end."""
+        attempt.steps[entry.step_id] = entry
         if entry.asking is None:
             entry.asking = asyncio.create_task(asking, name="sessions-held")
             self._held.add(entry.asking)
@@ -163,48 +163,61 @@ class Sessions(Service):
         # An answer that is there already needs a turn of the loop.
         done, _ = await asyncio.wait([held], timeout=max(hold_s, 0.001))
         if not done:
-            return Pending(step_id=entry.call_id)
+            return Pending(step_id=entry.step_id)
         if entry.asking is held:
             entry.asking = None
-        return (held.result(),)
+        return held.result()
 
-    def _let_go(self, held: "asyncio.Task[Answer]") -> None:
+    def _let_go(self, held: "asyncio.Task[tuple[Answer, ...]]") -> None:
         self._held.discard(held)
         if not held.cancelled():
             # Told to whoever asks next; an error that nobody asks for is no unhandled one.
             held.exception()
 
-    async def _ask(self, attempt: Attempt, entry: Entry, sampling: Sampling) -> Answer:
+    async def _ask(
+        self, attempt: Attempt, entry: Entry, request: ChatRequest, recorded: Sequence[Call | None]
+    ) -> tuple[Answer, ...]:
+        """Have the choices generated that no earlier attempt has recorded."""
+        asking = [
+            self.calls.ask(attempt.generate_request(entry, request, choice))
+            for choice, call in enumerate(recorded)
+            if call is None
+        ]
         try:
-            call = await self.calls.ask(attempt.generate_request(entry, sampling))
+            generated = iter(await _all(asking))
         except GenerationFailed as error:
             entry.error = error
             raise
-        return self._deliver_current(attempt, entry, call)
+        return await self._deliver(attempt, entry, [call or next(generated) for call in recorded])
 
-    async def _answer_again(self, attempt: Attempt, entry: Entry) -> Answer:
-        if entry.answer is not None:
-            return entry.answer
+    async def _answer_again(self, attempt: Attempt, entry: Entry) -> tuple[Answer, ...]:
         if entry.error is not None:
             raise GenerationFailed(entry.error.code, str(entry.error))
-        return self._deliver_current(attempt, entry, await self.calls.ask_again(entry.key))
+        calls: list[Call] = []
+        if entry.answers is None:
+            calls = await _all([self.calls.ask_again(attempt.key_of(call_id)) for call_id in entry.call_ids])
+        return await self._deliver(attempt, entry, calls)
 
-    @staticmethod
-    def _deliver_current(attempt: Attempt, entry: Entry, call: Call) -> Answer:
-        if not attempt.is_current:
-            raise LeaseLost(f"the attempt ended before its call {entry.call_id} was answered")
-        return attempt.deliver(entry, call)
+    async def _deliver(self, attempt: Attempt, entry: Entry, calls: Sequence[Call]) -> tuple[Answer, ...]:
+        """The answers, which are there already or are these calls."""
+        if entry.answers is None and not attempt.is_current:
+            raise LeaseLost(f"the attempt ended before its call {entry.step_id} was answered")
+        answers = attempt.deliver(entry, calls)
+        if entry.has_logprobs or entry.has_token_ids:
+            return await with_tokens(self._ports.records, attempt, answers, has_prompt=entry.has_token_ids)
+        return answers
 
-    async def _reserve(self, attempt: Attempt) -> None:
-        """Reserve more call numbers in the sample record."""
+    async def _reserve(self, attempt: Attempt, num: int) -> None:
+        """Reserve more call numbers in the sample record, at least `num` that nobody has."""
         async with attempt.lock:
-            if attempt.next_call < attempt.call_bound:
+            if attempt.next_call + num <= attempt.call_bound:
                 return
             sample, version = await self._registry.read_sample(attempt.sample.key)
             if sample.state is not SampleState.LEASED or sample.chat_secret_hash != attempt.sample.chat_secret_hash:
                 self._registry.retire(sample.key)
                 return
-            reserved = replace(sample, call_bound=max(attempt.next_call, sample.call_bound) + CALL_RANGE)
+            bound = max(attempt.next_call, sample.call_bound) + max(num, CALL_RANGE)
+            reserved = replace(sample, call_bound=bound)
             (ok,) = await write_samples(self._ports.records, [(reserved, version)])
             if ok:
                 attempt.call_bound = reserved.call_bound
@@ -246,3 +259,14 @@ class Sessions(Service):
             return await self._registry.read_sample(key)
         version, attempt.version = attempt.version, None
         return attempt.sample, version
+
+
+async def _all(asking: Sequence[Awaitable[Call]]) -> list[Call]:
+    """The calls, once all of them have ended; raises what one ended with, an error of its own before all others."""
+    if len(asking) <= 1:
+        return [await call for call in asking]
+    ended = await asyncio.gather(*asking, return_exceptions=True)
+    errors = [item for item in ended if isinstance(item, BaseException)]
+    if errors:
+        raise next((error for error in errors if isinstance(error, GenerationFailed)), errors[0])
+    return [item for item in ended if not isinstance(item, BaseException)]

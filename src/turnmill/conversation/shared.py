@@ -1,21 +1,21 @@
 """The sessions of a run that many processes serve at once: instances of a function, containers behind a balancer.
 
     chat -> pointer of the secret -> sample record -> log of its asks + recorded calls -> the branch that goes on
-         -> Ask appended under the next index, if nobody was faster -> generate_request -> Call -> answer
+         -> Ask appended under the next index, if nobody was faster -> generate_request -> Call -> answer a choice
 
 Nothing is taken from this process's memory that another one may have changed, and nothing outlives a request, since a
 function may be frozen between two of them. So there is no task here and nobody listens to generate_response: who waits
 looks at the records, where `responses` puts a foreign generator's answers and all errors. The log puts the decisions of
-all processes one after the other: an entry counts only if it was decided on all entries before it.
+all processes one after the other: an entry counts only if it was decided on all entries before it. All choices of a
+request are one entry, so that there are all of them or none.
 
 A process that dies between its claim and its send leaves an ask that nobody was asked. Whoever asks for the answer next
-sends it once more when it has waited for too long; of two answers the first record stands.
+sends once more what has waited for too long; of two answers the first record stands.
 """
 
 import asyncio
 import logging
 import random
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from msgspec import structs
 
 from turnmill import failpoints
 from turnmill.config import Config
+from turnmill.conversation.asks import messages_of, new_ask
 from turnmill.conversation.attempts import Answer, Attempt, Entry, Pending, failure_of
 from turnmill.conversation.calls import rendezvous
-from turnmill.conversation.foreign import generate_request as foreign_request
-from turnmill.conversation.foreign import is_to_be_played_again, played_again, step_id_of
+from turnmill.conversation.foreign import check_wire, is_to_be_played_again, played_again
 from turnmill.conversation.history import (
     checked_ask,
     checked_call,
@@ -43,9 +43,10 @@ from turnmill.conversation.leases import Leases, OnDead
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.requests import ChatRequest, Heard, Report, parse_chat
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
+from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import BackendUnavailable, CallTimeout, LeaseLost, NotFound, RecordCorrupt, ShuttingDown
-from turnmill.ports import Message, RunPorts, Stored, Write
-from turnmill.records import Ask, Call, GenerateRequest, Purpose, Run, SampleRecord, SampleState, encode
+from turnmill.ports import RunPorts, Stored, Write
+from turnmill.records import Ask, Call, Purpose, Run, SampleRecord, SampleState, encode
 
 logger = logging.getLogger(__name__)
 # Seconds between two looks at a call that is waited for: the first, and the longest.
@@ -73,7 +74,7 @@ class _View:
 
     def ask_of(self, entry: Entry) -> Ask:
         """The latest one of the attempt: a call may be replayed by several attempts, one after the other."""
-        return next(ask for ask in reversed(self.asks) if ask.call_id == entry.call_id)
+        return next(ask for ask in reversed(self.asks) if ask.step_id == entry.step_id)
 
 
 class SharedSessions(Service):
@@ -123,19 +124,19 @@ class SharedSessions(Service):
         lock = self._turns.setdefault(sample_key, asyncio.Lock())
         async with lock:
             attempt, entry, ask = await self._begin(sample_key, secret, request, key, is_retry)
-        if entry.answer is not None:
-            return (entry.answer,)
         if entry.error is not None:
             raise entry.error
-        give_up_at = time.time() + self._config.call_timeout_s
-        call = await self._wait(attempt.sample, ask, hold_s=hold_s, give_up_at=give_up_at)
-        return Pending(step_id=ask.call_id) if call is None else (attempt.deliver(entry, call),)
+        calls: list[Call] | None = []
+        if entry.answers is None:
+            give_up_at = time.time() + self._config.call_timeout_s
+            calls = await self._wait(attempt.sample, ask, hold_s=hold_s, give_up_at=give_up_at)
+        return Pending(step_id=ask.step_id) if calls is None else await self._answers(attempt, entry, calls)
 
     async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """See `Service.step`."""
         sample = await self._played(await self._registry.sample_key(secret, SecretKind.CHAT), secret)
         asks = [checked_ask(stored) for stored in await read_asks(self._ports.records, *place_of(sample))]
-        ask = next((ask for ask in asks if (ask.attempt, ask.call_id) == (sample.attempt, step_id)), None)
+        ask = next((ask for ask in asks if (ask.attempt, ask.step_id) == (sample.attempt, step_id)), None)
         if ask is None:
             raise NotFound(f"the attempt has no step {step_id}")
         give_up_at = ask.created_at + self._config.call_timeout_s
@@ -143,10 +144,17 @@ class SharedSessions(Service):
             return Pending(step_id=step_id)
         # What it goes on from is read only now: most of those who ask for a step ask too early.
         view = await self._view(sample, name_in(secret))
-        answer = view.attempt.steps[step_id].answer
-        if answer is None:
-            raise RecordCorrupt(f"call {ask.call_key} was removed while it was read")
-        return (answer,)
+        entry = view.attempt.steps[step_id]
+        if entry.answers is None:
+            raise RecordCorrupt(f"a call of {ask.key} was removed while it was read")
+        return await self._answers(view.attempt, entry, [])
+
+    async def _answers(self, attempt: Attempt, entry: Entry, calls: Sequence[Call]) -> tuple[Answer, ...]:
+        """What the client is told: answers that are there already, or these calls."""
+        answers = attempt.deliver(entry, calls)
+        if entry.has_logprobs or entry.has_token_ids:
+            return await with_tokens(self._ports.records, attempt, answers, has_prompt=entry.has_token_ids)
+        return answers
 
     async def _begin(
         self, sample_key: str, secret: str, request: ChatRequest, key: str | None, is_retry: bool
@@ -156,14 +164,16 @@ class SharedSessions(Service):
             view = await self._view(await self._played(sample_key, secret), name_in(secret))
             attempt = view.attempt
             check_sample_id(attempt.sample, request.sample_id)
+            check_wire(attempt.sample, request)
             entry = attempt.retry_of(request, key, is_retry)
             if entry is not None:
                 self.counts.num_chats += 1
                 self.counts.num_retries += 1
+                entry.has_logprobs, entry.has_token_ids = request.has_logprobs, request.has_token_ids
                 return attempt, entry, view.ask_of(entry)
             num_forks = attempt.num_forks
             entry, recorded = attempt.begin(request, key)
-            ask = self._new_ask(view, entry, request, key, is_replay=recorded is not None)
+            ask = new_ask(attempt, entry, request, key, recorded, index=len(view.asks))
             if not await self._claim(ask):
                 await asyncio.sleep(random.uniform(0, RACE_S))
                 continue
@@ -172,35 +182,15 @@ class SharedSessions(Service):
             if attempt.num_forks > num_forks:
                 self.counts.num_forks += 1
                 if attempt.num_forks == 1:
-                    logger.warning("a request does not go on from what was said: it forks", extra={"at": entry.key})
-            if recorded is not None:
+                    at = attempt.key_of(entry.step_id)
+                    logger.warning("a request does not go on from what was said: it forks", extra={"at": at})
+            replayed = [call for call in recorded if call is not None]
+            if len(replayed) == len(recorded):
                 self.counts.num_replayed += 1
-                attempt.deliver(entry, recorded)
+                attempt.deliver(entry, replayed)
             else:
                 await self._send(attempt.sample, ask, view.calls)
             return attempt, entry, ask
-
-    def _new_ask(self, view: _View, entry: Entry, request: ChatRequest, key: str | None, *, is_replay: bool) -> Ask:
-        sample, now = view.attempt.sample, time.time()
-        return Ask(
-            run_id=sample.run_id,
-            purpose=sample.purpose,
-            sample_id=sample.sample_id,
-            index=len(view.asks),
-            attempt=sample.attempt,
-            call_id=entry.call_id,
-            step_id=entry.call_id if is_replay else step_id_of(sample, entry.call_id, view.attempt.next_call - 1),
-            is_replay=is_replay,
-            parent=entry.parent.call_id if entry.parent else None,
-            messages=[] if is_replay else entry.messages,
-            sampling=request.sampling,
-            request_digest=entry.digest,
-            identity=entry.identity,
-            idempotency_key=key,
-            nonce=secrets.token_hex(8),
-            created_at=now,
-            sent_at=now,
-        )
 
     async def _claim(self, ask: Ask) -> bool:
         """Append to the log; False where another ask has taken the index."""
@@ -208,23 +198,22 @@ class SharedSessions(Service):
         return ok
 
     async def _send(self, sample: SampleRecord, ask: Ask, calls: Sequence[Call]) -> None:
-        if sample.wire_id is not None:
-            request = foreign_request(sample, ask, {call.call_id: call for call in calls})
-        else:
-            request = own_request(sample, ask)
+        """Ask for what is missing, of these recorded calls."""
         queues = self._ports.generate_request
-        message = Message(body=encode(request), group=request.step_id, dedup_id=f"{ask.call_key}#{ask.epoch}")
-        await queues[rendezvous(sample.sample_id, len(queues))].send([message])
+        if messages := messages_of(sample, ask, calls):
+            await queues[rendezvous(sample.sample_id, len(queues))].send(messages)
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(self, sample: SampleRecord, ask: Ask, *, hold_s: float | None, give_up_at: float) -> Call | None:
-        """Look at the records until the call is there; None after `hold_s`. `give_up_at`: Unix seconds."""
+    async def _wait(
+        self, sample: SampleRecord, ask: Ask, *, hold_s: float | None, give_up_at: float
+    ) -> list[Call] | None:
+        """Look at the records until all calls are there; None after `hold_s`. `give_up_at`: Unix seconds."""
         let_go_at = None if hold_s is None else time.monotonic() + hold_s
         look_s = LOOK_S
         while True:
             found = await self._look(sample, ask)
-            if isinstance(found, Call):
+            if isinstance(found, list):
                 return found
             await self._send_again(sample, found)
             if time.time() >= give_up_at:
@@ -237,17 +226,19 @@ class SharedSessions(Service):
             await asyncio.sleep(min(look_s, left_s))
             look_s = min(2 * look_s, MAX_LOOK_S)
 
-    async def _look(self, sample: SampleRecord, ask: Ask) -> Call | Stored:
-        """The call, if it is recorded; else the ask as it stands. Raises what the call failed with."""
-        latest, stored, call = await self._ports.records.get([sample.key, ask.key, ask.call_key])
+    async def _look(self, sample: SampleRecord, ask: Ask) -> list[Call] | Stored:
+        """The calls, if all are recorded; else the ask as it stands. Raises what one of them failed with."""
+        latest, stored, *found = await self._ports.records.get([sample.key, ask.key, *ask.call_keys])
         if latest is None or not is_played_by(checked_sample(latest), sample.chat_secret_hash):
-            raise LeaseLost(f"the attempt ended before its call {ask.call_id} was answered")
-        if call is not None:
-            return checked_call(call)
+            raise LeaseLost(f"the attempt ended before its call {ask.step_id} was answered")
+        calls = [checked_call(call) for call in found if call is not None]
+        if len(calls) == len(found):
+            return calls
         if stored is None:
             raise RecordCorrupt(f"{ask.key} was removed while its call was waited for")
-        if (error := checked_ask(stored).error) is not None:
-            raise failure_of(error)
+        for asked, call in zip(checked_ask(stored).calls, found, strict=True):
+            if call is None and asked.error is not None:
+                raise failure_of(asked.error)
         return stored
 
     async def _send_again(self, sample: SampleRecord, stored: Stored) -> None:
@@ -259,7 +250,8 @@ class SharedSessions(Service):
         (ok,) = await self._ports.records.write([Write(key=ask.key, value=encode(again), expected=stored.version)])
         # Else somebody does it in this moment.
         if ok:
-            logger.warning("a call is sent once more after %.0f s", now - ask.created_at, extra={"at": ask.call_key})
+            at = ask.call_keys[0]
+            logger.warning("a call is sent once more after %.0f s", now - ask.created_at, extra={"at": at})
             await self._send(sample, again, await read_calls(self._ports.records, *place_of(sample)))
 
     # ------------------------------------------------------------ records
@@ -331,20 +323,3 @@ def is_played_by(sample: SampleRecord, chat_secret_hash: str | None) -> bool:
 def place_of(sample: SampleRecord) -> tuple[str, Purpose, str]:
     """Where the records of a sample's asks and calls lie."""
     return sample.run_id, sample.purpose, sample.sample_id
-
-
-def own_request(sample: SampleRecord, ask: Ask) -> GenerateRequest:
-    """What one of our own replicas is asked: with a parent, only the messages after its reply."""
-    return GenerateRequest(
-        sample_id=ask.sample_id,
-        step_id=ask.step_id,
-        messages=ask.messages,
-        parent=ask.parent,
-        sampling=ask.sampling,
-        epoch=ask.epoch,
-        run_id=ask.run_id,
-        purpose=ask.purpose,
-        attempt=ask.attempt,
-        request_digest=ask.request_digest,
-        max_length=sample.request.max_length,
-    )

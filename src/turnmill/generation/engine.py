@@ -25,7 +25,7 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seed_parts: tuple[str, ...]
     # Name of the cache that holds the stored path; None starts a conversation.
     prefix_key: str | None
-    # Tokens to append to the stored path before sampling, at least one.
+    # Tokens to append to the stored path before sampling; at least one where there is no stored path.
     new_ids: Sequence[int]
     # The stored path itself; needed only if the engine does not hold `prefix_key`.
     context_ids: Sequence[int] | None = None

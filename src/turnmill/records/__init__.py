@@ -19,7 +19,7 @@ from turnmill.records.alerts import (
     told,
 )
 from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
-from turnmill.records.calls import Ask, Call, GenerateRequest, GenerateResponse, Sampling
+from turnmill.records.calls import TEXT_ROLE, Ask, AskedCall, Call, GenerateRequest, GenerateResponse, Sampling
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.keys import (
     ALERT_PREFIX,
@@ -112,10 +112,12 @@ __all__ = [
     "REWARD_RANGE",
     "RUN_PREFIX",
     "RUN_RECORD_KINDS",
+    "TEXT_ROLE",
     "TRIGGER_DEAD_LETTER_PREFIX",
     "Alert",
     "AlertKind",
     "Ask",
+    "AskedCall",
     "Baseline",
     "BaselineVerdict",
     "Batch",

@@ -58,17 +58,30 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     run_id: str = ""
     purpose: Purpose = Purpose.TRAIN
     attempt: int = 1
-    # Digest of messages, tools and sampling (replay compares it).
+    # Digest of the messages and of all parameters (replay compares it).
     request_digest: str = ""
     # Most tokens of the conversation, prompt included.
     max_length: int = 0
 
 
+class AskedCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One of the calls that answer a request, as the log knows it."""
+
+    call_id: str
+    # The name of the call in generate_request and generate_response: its id, unless the trainer is a foreign one.
+    step_id: str
+    # The call is one that an earlier attempt had recorded: nothing is generated.
+    is_replay: bool = False
+    # {"code": ..., "message": ...}: nothing was generated. A call that is recorded in spite of it is the answer.
+    error: dict[str, str] | None = None
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One chat request and the call that answers it: an entry in the log of all that a sample's attempts asked.
+    """One chat request and the calls that answer it: an entry in the log of all that a sample's attempts asked.
 
     The log is kept where several proxies serve a run: an entry is decided on all entries before it, and appended under
-    the next index or not at all. After that only `epoch` and `sent_at` (sent once more) and `error` change.
+    the next index or not at all, with all its choices. After that only `epoch` and `sent_at` (sent once more) and the
+    errors of its calls change.
     """
 
     run_id: str
@@ -78,13 +91,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int
     # Attempt that asked.
     attempt: int
-    call_id: str
-    # The name of the call in generate_request and generate_response: its id, unless the trainer is a foreign one.
-    step_id: str
-    # The call is one that an earlier attempt had recorded: nothing is generated.
-    is_replay: bool
+    # One a choice; the first one's id is the name of the step.
+    calls: tuple[AskedCall, ...]
     parent: str | None
-    # As in the generate request: only those after the parent's reply. Empty for a replay.
+    # As in the generate request: only those after the parent's reply. Empty where all calls are replayed.
     messages: list[dict[str, Any]]
     sampling: Sampling
     request_digest: str
@@ -95,19 +105,37 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # Random: tells two equal requests that want the same index apart.
     nonce: str
     created_at: float
+    # None below a parent, whose conversation has those of its beginning.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str = "auto"
+    # What the answer is to tell of its tokens, for whoever asks for the step later.
+    has_logprobs: bool = False
+    has_token_ids: bool = False
     epoch: int = 0
-    # When the generate request was last sent, or was about to be.
+    # When the generate requests were last sent, or were about to be.
     sent_at: float = 0.0
-    # {"code": ..., "message": ...}: nothing was generated. A call that is recorded in spite of it is the answer.
-    error: dict[str, str] | None = None
 
     @property
     def key(self) -> str:
         return ask_key(self.run_id, self.purpose, self.sample_id, self.index)
 
     @property
-    def call_key(self) -> str:
-        return call_key(self.run_id, self.purpose, self.sample_id, self.call_id)
+    def step_id(self) -> str:
+        """What the client asks for where the answer is late."""
+        return self.calls[0].call_id
+
+    @property
+    def call_keys(self) -> list[str]:
+        """Of the records that answer it, one a choice."""
+        return [self.key_of(call) for call in self.calls]
+
+    def key_of(self, call: AskedCall) -> str:
+        return call_key(self.run_id, self.purpose, self.sample_id, call.call_id)
+
+    def with_error(self, choice: int, error: dict[str, str]) -> "Ask":
+        """A copy in which that choice has failed."""
+        failed = msgspec.structs.replace(self.calls[choice], error=error)
+        return msgspec.structs.replace(self, calls=(*self.calls[:choice], failed, *self.calls[choice + 1 :]))
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -22,7 +22,7 @@ from turnmill.ports import RecordStore, Stored
 from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
 from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
-from turnmill.training.samples import TrainingSample, check_sample, stored_record, training_sample
+from turnmill.training.samples import TrainingSample, check_sample, stored_record, trained_ids, training_sample
 from turnmill.training.tally import Rollout, Tally, describe_invalid
 
 logger = logging.getLogger(__name__)
@@ -249,12 +249,13 @@ async def load_calls(records: RecordStore, samples: Sequence[SampleRecord]) -> l
 def _rollout(sample: SampleRecord, reward: float, calls: Sequence[Call], num_steps: int) -> Rollout:
     """What the metrics need; `calls` come in order of first use, so a parent's length is known before its child's."""
     lengths: dict[str | None, int] = {None: 0}
+    trained = trained_ids(calls)
     oldest = num_steps
     for call in calls:
         if call.parent not in lengths:
             raise RecordCorrupt(f"{call.key}: parent: expected one of {list(lengths)}, found {call.parent!r}")
         lengths[call.call_id] = lengths[call.parent] + len(call.token_ids)
-        if any(call.loss_mask):
+        if call.call_id in trained:
             oldest = min(oldest, Version.parse(call.version).n)
     return Rollout(
         reward=reward,

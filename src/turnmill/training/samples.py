@@ -1,9 +1,10 @@
 """From stored records to training rows, checked on the way: what does not match its digest is never trained.
 
-    SampleRecord + its Calls -> checks -> tree of calls -> one Row a leaf
+    SampleRecord + its Calls -> checks -> tree of calls -> one Row a branch
 
-A conversation may branch. Each path from a first call to a leaf is one row, and a token that several paths share has
-loss mask 1 only in the first of them. Axes: T positions of a row.
+A conversation may branch. Each path from a first call to one behind which nothing is trained is one row, and a token
+that several paths share has loss mask 1 only in the first of them. Of the choices of one request only those are trained
+that the conversation went on from. Axes: T positions of a row.
 """
 
 import math
@@ -100,13 +101,21 @@ def rows_of(sample: SampleRecord, calls: Sequence[Call]) -> list[Row]:
     for call in calls:
         _check_call(sample, call, by_id)
         by_id[call.call_id] = call
+    due = trained_ids(calls)
+    paths = [_path(call, by_id) for call in calls if call.call_id in due]
+    inner = {call.call_id for path in paths for call in path[:-1]}
+    return [_row(sample, path, due) for path in paths if path[-1].call_id not in inner]
+
+
+def trained_ids(calls: Sequence[Call]) -> set[str]:
+    """Those of the calls that a sample consumed whose tokens are trained.
+
+    Of the choices of one request only those that the conversation went on from: the reward tells nothing about others.
+    """
     parents = {call.parent for call in calls}
-    trained: set[str] = set()
-    rows = []
-    for leaf in calls:
-        if leaf.call_id not in parents:
-            rows.append(_row(sample, _path(leaf, by_id), trained))
-    return rows
+    return {
+        call.call_id for call in calls if any(call.loss_mask) and (call.num_choices == 1 or call.call_id in parents)
+    }
 
 
 def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSample:
@@ -157,16 +166,16 @@ def check_mask(call: Call) -> None:
             _mismatch(key, "logprobs", "finite numbers <= 0", value)
 
 
-def _path(leaf: Call, by_id: dict[str, Call]) -> list[Call]:
-    """From the first call of the conversation to `leaf`."""
-    path = [leaf]
+def _path(last: Call, by_id: dict[str, Call]) -> list[Call]:
+    """From the first call of the conversation to `last`."""
+    path = [last]
     while path[-1].parent is not None:
         path.append(by_id[path[-1].parent])
     return path[::-1]
 
 
-def _row(sample: SampleRecord, path: Sequence[Call], trained: set[str]) -> Row:
-    """Concatenate a path; calls in `trained` are context here, the others are added to it."""
+def _row(sample: SampleRecord, path: Sequence[Call], due: set[str]) -> Row:
+    """Concatenate a path; calls in `due` are trained here and taken out of it, the others are context."""
     token_ids: list[int] = []
     loss_mask: list[int] = []
     logprobs: list[float] = []
@@ -175,16 +184,16 @@ def _row(sample: SampleRecord, path: Sequence[Call], trained: set[str]) -> Row:
     for call in path:
         start, size = len(token_ids), len(call.token_ids)
         token_ids += call.token_ids
-        if call.call_id in trained or not any(call.loss_mask):
-            loss_mask += [0] * size
-            logprobs += [0.0] * size
-            temperatures += [1.0] * size
-        else:
+        if call.call_id in due:
             new = size - call.num_sampled
             loss_mask += call.loss_mask
             logprobs += [0.0] * new + call.logprobs
             temperatures += [1.0] * new + [call.sampling.temperature] * call.num_sampled
-        trained.add(call.call_id)
+            due.remove(call.call_id)
+        else:
+            loss_mask += [0] * size
+            logprobs += [0.0] * size
+            temperatures += [1.0] * size
         spans.append(Span(call_id=call.call_id, start=start, end=start + size, version=call.version))
     return Row(
         key=sample.key,

@@ -253,7 +253,9 @@ class Trainer:
         num_tokens = sums.num_tokens
         if num_tokens == 0:
             raise NoProgress(
-                f"no token to train in a batch of {sums.num_groups} groups: no sample has a trainable call"
+                f"no token to train in a batch of {sums.num_groups} groups: no sample has a trainable call. Tokens "
+                "drawn greedily or from a truncated support are never trained, and of several choices (`n`) only those "
+                "that the conversation went on from"
             )
         sums.audit.check(self.config)
         loss, grad_norm = self._clipped(sums)

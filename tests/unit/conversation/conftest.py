@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from tests.unit.conversation.talking import Tokens
 from turnmill.backends.embedded import open_run
 from turnmill.config import Config
 from turnmill.conversation.history import checked_call, checked_sample, write_calls
@@ -61,7 +62,10 @@ def call_for(request: GenerateRequest, text: str, parent: Call | None) -> Call:
         attempt=request.attempt,
         parent=request.parent,
         parent_digest=parent.digest if parent else "",
-        choice=0,
+        choice=request.choice,
+        num_choices=request.num_choices,
+        tools=None if parent else request.tools,
+        tool_choice=request.tool_choice,
         request_digest=request.request_digest,
         sampling=request.sampling,
         messages=request.messages,
@@ -83,6 +87,8 @@ class ScriptedReplica:
     requests: list[GenerateRequest] = field(default_factory=list)
     # Text of the answer to a request; a dict is the answer's error.
     reply: Callable[[GenerateRequest], str | dict[str, str]] = lambda request: f"answer {request.step_id}"
+    # The record of an answer.
+    make: Callable[[GenerateRequest, str, Call | None], Call] = call_for
     # False: the record is written, but nobody is told.
     tells: bool = True
     # Cleared: calls are taken and wait.
@@ -109,7 +115,7 @@ class ScriptedReplica:
         reply = self.reply(request)
         error = reply if isinstance(reply, dict) else None
         if isinstance(reply, str):
-            await write_calls(self.ports.records, [call_for(request, reply, await self._parent(request))])
+            await write_calls(self.ports.records, [self.make(request, reply, await self._parent(request))])
         if self.tells:
             response = GenerateResponse(
                 sample_id=request.sample_id,
@@ -349,7 +355,7 @@ async def _proxy(
             yield shared, f"http://127.0.0.1:{port}"
 
 
-async def _record_responses(ports: RunPorts, run: Run) -> None:
+async def responding(ports: RunPorts, run: Run) -> None:
     """What a function that is called with the messages of generate_response does."""
     while True:
         messages = await ports.generate_response.lease(max_messages=64, lease_s=30, wait_s=5)
@@ -369,7 +375,7 @@ async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE
             replica = ScriptedReplica(ports)
             running = [asyncio.create_task(replica.run())]
             if form is Form.SHARED:
-                running.append(asyncio.create_task(_record_responses(ports, RUN)))
+                running.append(asyncio.create_task(responding(ports, RUN)))
             services, urls = zip(*proxies, strict=True)
             yield World(
                 root=root,
@@ -464,3 +470,11 @@ def lone_world_of(tmp_path: Path) -> WorldOf:
         return open_world(tmp_path, replace(CONFIG, **changes))
 
     return opened
+
+
+@pytest.fixture
+def tokens(world: World) -> Tokens:
+    """Of the world's replica, whose replies are unlike one another unless a test says otherwise."""
+    tokens = Tokens()
+    world.replica.make = tokens.make
+    return tokens

@@ -1,6 +1,7 @@
 """One request to a run that several processes serve, by a process of its own: `python shared_child.py ROOT REQUEST`.
 
-REQUEST is JSON: {"open": {...}} | {"chat": secret, "text": ..., "key": ...} | {"report": secret, "body": {...}}
+REQUEST is JSON: {"open": {...}} | {"chat": secret, "text": ..., "key": ..., "choices": 1}
+                 | {"report": secret, "body": {...}}
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tests.unit.conversation.conftest import CONFIG, RUN, RUN_ID
+from tests.unit.conversation.talking import request_of, user
 from turnmill.backends.embedded import open_run
 from turnmill.conversation.foreign import open_occurrence
 from turnmill.conversation.requests import parse_report
@@ -26,8 +28,8 @@ async def serve(root: Path, request: dict[str, Any]) -> None:
     if "open" in request:
         await open_occurrence(ports, run, CONFIG, request["open"])
     elif "chat" in request:
-        body = encode({"messages": [{"role": "user", "content": request["text"]}]})
-        await sessions.chat(request["chat"], sessions.parse(request["chat"], body), key=request["key"], hold_s=0)
+        asked = request_of([user(request["text"])], num_choices=request.get("choices", 1))
+        await sessions.chat(request["chat"], asked, key=request["key"], hold_s=0)
     else:
         await sessions.report(request["report"], parse_report(encode(request["body"])))
     ports.close()

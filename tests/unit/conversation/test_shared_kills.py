@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from tests.unit.conversation.conftest import World, open_external_world
+from tests.unit.conversation.talking import request_of, secret_of, user
 from turnmill import failpoints
+from turnmill.conversation.attempts import Pending
 from turnmill.conversation.foreign import open_occurrence
 from turnmill.conversation.shared import SharedSessions
 from turnmill.records import SampleState, encode
@@ -80,6 +82,23 @@ async def test_a_call_whose_proxy_was_killed_before_it_asked_is_asked_for_by_the
     (asked,) = await requests_of(world)
     assert (asked["step_id"], asked["epoch"]) == ("row_0_0", 1)
     assert (await world.chat(rollout, "Guess.", headers={"Prefer": "respond-async"})).body["step_id"] == "row_0_1"
+
+
+async def test_all_choices_of_a_request_whose_proxy_was_killed_before_it_asked_are_asked_for(
+    world: World, tmp_path: Path
+) -> None:
+    await open_occurrence(world.ports, world.run, world.config, REQUEST)
+    rollout = await world.lease_one()
+    secret = secret_of(rollout)
+    await killed_at("ask-claimed", world, tmp_path, {"chat": secret, "text": "Guess.", "key": "k", "choices": 3})
+    assert await requests_of(world) == []
+    impatient = SharedSessions(world.ports, run=world.run, config=world.config, resend_s=0.0)
+    again = request_of([user("Guess.")], num_choices=3)
+    assert await impatient.chat(secret, again, key="k", hold_s=0) == Pending(step_id="row_0_0")
+    asked = await requests_of(world)
+    assert [(item["step_id"], item["epoch"]) for item in asked] == [(f"row_0_{number}", 1) for number in range(3)]
+    # No number of theirs is given to anybody else.
+    assert (await world.chat(rollout, "Other.", headers={"Prefer": "respond-async"})).body["step_id"] == "row_0_3"
 
 
 async def test_a_report_whose_proxy_was_killed_before_it_told_is_told_once(world: World, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from turnmill.conversation.history import checked_ask, read_asks
 from turnmill.conversation.shared import SharedSessions
 from turnmill.errors import BackendUnavailable
 from turnmill.ports import Write
-from turnmill.records import Ask, Purpose, encode
+from turnmill.records import Ask, AskedCall, Purpose, encode
 
 if TYPE_CHECKING:
     from tests.unit.conversation.conftest import World
@@ -53,8 +53,7 @@ async def test_an_ask_whose_proxy_died_before_it_was_sent_is_sent_by_the_next_th
         **{
             **{name: getattr(ask, name) for name in Ask.__struct_fields__},
             "index": 1,
-            "call_id": "task_0_1",
-            "step_id": "task_0_1",
+            "calls": (AskedCall(call_id="task_0_1", step_id="task_0_1"),),
             "idempotency_key": "k",
             "nonce": "n",
             "sent_at": ask.sent_at - 1000,

@@ -50,8 +50,10 @@ def test_tokens_that_branches_share_are_trained_in_the_first_row_only(call_of: C
 def test_tokens_from_a_truncated_support_are_context(call_of: Calls, sample_of: Samples) -> None:
     call = call_of("t_0", 0)
     greedy = structs.replace(call, sampling=Sampling(temperature=0.0), loss_mask=[0] * len(call.token_ids)).sealed()
-    (row,) = rows_of(sample_of("t_0", [greedy]), [greedy])
-    assert row.num_trained == 0 and row.logprobs == [0.0] * 6
+    assert rows_of(sample_of("t_0", [greedy]), [greedy]) == []
+    after = call_of("t_0", 1, greedy)
+    (row,) = rows_of(sample_of("t_0", [greedy, after]), [greedy, after])
+    assert row.loss_mask == [0] * 6 + [0, 0, 0, 0, 1, 1] and row.logprobs[:6] == [0.0] * 6
     with pytest.raises(RecordCorrupt, match="loss_mask"):
         check_mask(structs.replace(greedy, loss_mask=call.loss_mask))
 

@@ -156,8 +156,8 @@ class TransformersEngine:
         return next((slot for slot, call in self._calls.items() if call.call_id == call_id), None)
 
     def _check(self, call: EngineCall, feed: Ints, start: int) -> None:
-        if not len(call.new_ids) or call.max_new_tokens < 1:
-            raise GenerationFailed("invalid_request", "a call needs at least one new token and room for one more")
+        if not len(feed) or call.max_new_tokens < 1:
+            raise GenerationFailed("invalid_request", "a call needs a token to go on from and room for one more")
         if start + len(feed) + call.max_new_tokens > self._max_length:
             raise GenerationFailed(
                 "context_length_exceeded",
