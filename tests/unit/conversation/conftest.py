@@ -287,7 +287,7 @@ class World:
         """Texts are the user's, dicts are messages; `headers` are sent as such, the rest goes into the body."""
         headers = more.pop("headers", {})
         turns = [{"role": "user", "content": item} if isinstance(item, str) else item for item in messages]
-        body = {"model": "policy", "messages": turns, **more}
+        body = {"model": "turnmill", "messages": turns, **more}
         return await self.post(f"{rollout['base_url']}/chat/completions", body, **headers)
 
     async def report(self, rollout: dict[str, Any], score: float | None = 1.0, **more: Any) -> HttpAnswer:

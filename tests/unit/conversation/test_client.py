@@ -22,7 +22,7 @@ COMPLETION = {
     "id": "t_0_0",
     "object": "chat.completion",
     "created": 1,
-    "model": "policy",
+    "model": "turnmill",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "crane"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
 }
@@ -156,7 +156,7 @@ async def test_a_completion_becomes_a_reply() -> None:
     assert reply.message == {"role": "assistant", "content": "crane"}
     assert reply.usage["total_tokens"] == 5
     assert server.paths == [f"/a/{SECRET}/v1/chat/completions"]
-    assert server.bodies == [{"model": "policy", "messages": MESSAGES, "max_tokens": 5}]
+    assert server.bodies == [{"model": "turnmill", "messages": MESSAGES, "max_tokens": 5}]
 
 
 async def test_a_reply_without_text_has_empty_content() -> None:

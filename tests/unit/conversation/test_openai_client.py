@@ -40,7 +40,7 @@ def client_of(server: Later, **options: Any) -> AsyncTurnmillClient:
 
 
 async def say(client: openai.AsyncOpenAI, **options: Any) -> ChatCompletion:
-    completion: ChatCompletion = await client.chat.completions.create(model="policy", messages=MESSAGES, **options)
+    completion: ChatCompletion = await client.chat.completions.create(model="turnmill", messages=MESSAGES, **options)
     return completion
 
 
@@ -51,7 +51,7 @@ async def play_wordle(client: openai.AsyncOpenAI, opening: list[Any], answer: st
     """An agent as anybody writes it for OpenAI: it knows nothing of Turnmill."""
     messages = list(opening)
     for turn in range(6):
-        completion = await client.chat.completions.create(model="gpt-any", messages=messages)
+        completion = await client.chat.completions.create(model="turnmill", messages=messages)
         message = completion.choices[0].message
         messages.append({"role": "assistant", "content": message.content})
         guess = parse_guess(message.content or "")
@@ -107,7 +107,7 @@ async def test_refusals_are_openais_errors_and_are_not_repeated(world: "World") 
     rollout = await world.begin()
     async with AsyncTurnmillClient(base_url=rollout["base_url"], report_secret=rollout["report_secret"]) as client:
         with pytest.raises(openai.BadRequestError, match="answers are not streamed"):
-            await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
+            await client.chat.completions.create(model="turnmill", messages=MESSAGES, stream=True)
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await say(client, temperature=0.1)
         with pytest.raises(openai.BadRequestError, match="outside the range"):
@@ -170,15 +170,15 @@ async def test_progress_may_be_told_with_200_at_first_and_while_it_is_pending() 
 
 async def test_everything_of_the_openai_client_works_on_answers_that_come_later() -> None:
     async with later() as server, client_of(server) as client:
-        raw = await client.chat.completions.with_raw_response.create(model="policy", messages=MESSAGES)
+        raw = await client.chat.completions.with_raw_response.create(model="turnmill", messages=MESSAGES)
         assert raw.status_code == 200
         assert raw.http_request.method == "POST"
         assert raw.elapsed.total_seconds() >= 0
         assert raw.parse().id == "task/ö_0_0"
         streaming = client.chat.completions.with_streaming_response
-        async with streaming.create(model="policy", messages=MESSAGES) as response:
+        async with streaming.create(model="turnmill", messages=MESSAGES) as response:
             assert json.loads(await response.read())["id"] == "task/ö_0_1"
-        text = await client.completions.create(model="policy", prompt="hello")
+        text = await client.completions.create(model="turnmill", prompt="hello")
         assert text.choices[0].text == "answer task/ö_0_2 to 5"
         tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
         await say(client, tools=tools, tool_choice="auto", extra_body={"sample_id": "task_0"})
@@ -308,7 +308,7 @@ async def test_a_202_that_names_no_step_is_an_error() -> None:
 async def test_a_stream_can_not_come_later() -> None:
     async with later() as server, client_of(server) as client:
         with pytest.raises(InvalidInput, match="leave stream out"):
-            await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
+            await client.chat.completions.create(model="turnmill", messages=MESSAGES, stream=True)
 
 
 class Stamp(httpx2.Auth):

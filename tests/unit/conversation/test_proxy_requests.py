@@ -170,7 +170,7 @@ async def test_parameters_that_ask_for_what_happens_anyway_are_fine(world: "Worl
 )
 async def test_a_message_that_is_not_served_is_refused_by_name(world: "World", message: Any, param: str) -> None:
     rollout = await world.begin()
-    body = {"model": "policy", "messages": [message]}
+    body = {"model": "turnmill", "messages": [message]}
     answer = await world.post(f"{rollout['base_url']}/chat/completions", body)
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
 
