@@ -7,9 +7,10 @@ GET  models | models/<name>
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from turnmill.conversation.admission import Admission, Limits
 from turnmill.conversation.answers import completion_of, model_of, models_of
@@ -31,8 +32,7 @@ _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 Reply = tuple[int, bytes] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """How a request for a call was sent: what its headers say."""
 
     key: str | None
@@ -61,14 +61,20 @@ class Agents:
     """The routes; each is for the attempt whose chat secret was shown."""
 
     def __init__(
-        self, sessions: Service, explain: Callable[[TurnmillError], HttpError], *, hold_s: float | None, limits: Limits
+        self,
+        sessions: Service,
+        explain: Callable[[TurnmillError], HttpError],
+        *,
+        hold_s: float | None,
+        limits: Limits,
+        pace: Pace,
     ) -> None:
-        """`explain` makes an answer of an error. `hold_s`, `limits`: see `proxy.create_app`."""
+        """`explain` makes an answer of an error; the rest is as in `proxy.create_app`."""
         self._sessions = sessions
         self._explain = explain
         self._hold_s = hold_s
         self._admission = Admission(limits)
-        self._pace = Pace()
+        self._pace = pace
 
     async def complete(self, scope: Scope, receive: Receive, send: Send, secret: str, *, is_text: bool) -> Reply:
         """POST: a call, or several."""

@@ -27,6 +27,7 @@ from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
 from turnmill.conversation.reports import parse_report
 from turnmill.conversation.service import Service
+from turnmill.conversation.streaming import Pace
 from turnmill.errors import (
     BackendUnavailable,
     InvalidInput,
@@ -45,22 +46,28 @@ MAX_ROLLOUTS = 4096
 _AGENT = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/(chat/completions|completions|models)(?:/(.+))?")
 
 
-def create_app(sessions: Service, *, hold_s: float | None = None, limits: Limits | None = None) -> "App":
+def create_app(
+    sessions: Service,
+    *,
+    hold_s: float | None = None,
+    limits: Limits | None = None,
+    pace: Pace | None = None,
+) -> "App":
     """The ASGI application for a run's sessions.
 
     `hold_s`: how long a client is kept waiting for the answer of a call before it is sent away with 202 to ask again;
     it may wish for less. None: as long as it takes, except for clients that say how long they want to wait. `limits`:
-    how many calls may be under way.
+    how many calls may be under way. `pace`: when a stream shows that it lives.
     """
-    return App(sessions, hold_s, limits or Limits())
+    return App(sessions, hold_s=hold_s, limits=limits or Limits(), pace=pace or Pace())
 
 
 class App:
     """The routes."""
 
-    def __init__(self, sessions: Service, hold_s: float | None, limits: Limits) -> None:
+    def __init__(self, sessions: Service, *, hold_s: float | None, limits: Limits, pace: Pace) -> None:
         self.sessions = sessions
-        self._agents = Agents(sessions, self._explain, hold_s=hold_s, limits=limits)
+        self._agents = Agents(sessions, self._explain, hold_s=hold_s, limits=limits, pace=pace)
         self._routes: dict[tuple[str, str], Callable[[Scope, Receive, bytes], Awaitable[bytes]]] = {
             ("POST", "/v1/rollouts/lease"): self._lease,
             ("POST", "/v1/rollouts/heartbeat"): self._heartbeat,

@@ -180,11 +180,18 @@ def _request(said: Said, raw: dict[str, Any], model: str, wishes: _Wishes, offer
     return ChatRequest(
         said=said,
         identity=request_identity(said.hashes[-1], wishes.sampling, wishes.tool_choice, wishes.num_choices),
+        sampling=wishes.sampling,
         model=model,
         request_id=text_at(raw, "request_id"),
         sample_id=text_at(raw, "sample_id"),
         tools=offered.tools,
-        **{name: getattr(wishes, name) for name in _Wishes.__struct_fields__},
+        tool_choice=wishes.tool_choice,
+        num_choices=wishes.num_choices,
+        is_text=wishes.is_text,
+        is_streamed=wishes.is_streamed,
+        has_usage_chunk=wishes.has_usage_chunk,
+        has_logprobs=wishes.has_logprobs,
+        has_token_ids=wishes.has_token_ids,
     )
 
 

@@ -242,9 +242,9 @@ async def test_the_deadline_ends_an_exchange_that_hangs() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 422])
 async def test_a_refused_request_is_not_repeated(status: int) -> None:
-    async with serving(error(status, "invalid_request", "no streaming")) as (server, session):
-        with pytest.raises(InvalidInput, match="no streaming"):
-            await chat_client(server, session).complete(MESSAGES, stream=True)
+    async with serving(error(status, "invalid_request", "too hot")) as (server, session):
+        with pytest.raises(InvalidInput, match="too hot"):
+            await chat_client(server, session).complete(MESSAGES, temperature=2)
 
     assert len(server.keys) == 1
 
