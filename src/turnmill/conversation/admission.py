@@ -12,6 +12,8 @@ from turnmill.conversation.asgi import HttpError
 
 # Seconds after which a place may be free.
 _RETRY_AFTER_S = 1
+# Refused requests that are remembered.
+_MAX_REFUSED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,19 @@ class Admission:
         self._num_all = 0
         # (until when it counts, choices) of calls whose clients may come back, by secret and step; the earliest first.
         self._kept: dict[tuple[str, str], tuple[float, int]] = {}
+        # How often a request was refused and has not come again, by secret and identity; the earliest first.
+        self._refused: dict[tuple[str, str], int] = {}
 
-    def enter(self, secret: str, num_choices: int) -> None:
+    def enter(self, secret: str, identity: str, num_choices: int) -> None:
         """Count a request; raises `HttpError` 429 where there are too many."""
         if self._kept:
             self._forget_late()
         num_calls = self._num_calls.get(secret, 0) + num_choices
         if num_calls > self._limits.per_attempt:
+            self._note_refused(secret, identity)
             raise _busy(f"at most {self._limits.per_attempt} calls of a rollout may be under way at a time")
         if self._num_all + num_choices > self._limits.in_all:
+            self._note_refused(secret, identity)
             raise _busy(f"at most {self._limits.in_all} calls may be under way here at a time")
         self._num_calls[secret] = num_calls
         self._num_all += num_choices
@@ -66,6 +72,21 @@ class Admission:
         kept = self._kept.pop((secret, step_id), None) if self._kept else None
         if kept is not None:
             self.leave(secret, kept[1])
+
+    def was_refused(self, secret: str, identity: str) -> bool:
+        """A request that says that it is a retry repeats one that was refused: it is no repetition of a call.
+
+        Equal requests may have been taken before it. Each refusal stands for one retry.
+        """
+        num_refused = self._refused.pop((secret, identity), 0)
+        if num_refused > 1:
+            self._refused[secret, identity] = num_refused - 1
+        return num_refused > 0
+
+    def _note_refused(self, secret: str, identity: str) -> None:
+        self._refused[secret, identity] = self._refused.pop((secret, identity), 0) + 1
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def _forget_late(self) -> None:
         now = time.monotonic()

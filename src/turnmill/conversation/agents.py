@@ -80,7 +80,9 @@ class Agents:
         """POST: a call, or several."""
         call = _Call.of(scope["headers"], self._hold_s)
         request = self._sessions.parse(secret, await read_body(receive), is_text=is_text)
-        self._admission.enter(secret, request.num_choices)
+        if call.is_retry and self._admission.was_refused(secret, request.identity):
+            call = msgspec.structs.replace(call, is_retry=False)
+        self._admission.enter(secret, request.identity, request.num_choices)
         try:
             if request.is_streamed and not call.is_patient:
                 await self._stream(send, secret, request, call)

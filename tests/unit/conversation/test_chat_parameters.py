@@ -212,7 +212,7 @@ def test_a_parameter_that_is_not_served_is_named(offer: Offer, key: str, value: 
 
 
 @pytest.mark.parametrize(("key", "value"), [("temperature", 0.5), ("temperature", 0), ("top_p", 0.9), ("top_k", 20)])
-def test_other_sampling_than_the_runs_is_refused_or_recorded(key: str, value: float) -> None:
+def test_other_sampling_than_the_runs_is_refused_or_recorded(key: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match="the run samples with") as caught:
         chat(**{key: value})
     assert (caught.value.param, caught.value.code) == (key, "unsupported_value")
@@ -231,7 +231,7 @@ def test_options_of_a_stream_are_checked(options: Any) -> None:
 
 def test_whatever_is_sampled_otherwise_is_another_request() -> None:
     tools = [tool()]
-    variants = [
+    variants: list[dict[str, Any]] = [
         {},
         {"n": 2},
         {"seed": 1},
