@@ -15,10 +15,10 @@ from aiohttp import web
 from turnmill.conversation.client import ChatClient, LeasedRollout, Retry, RolloutApi
 from turnmill.conversation.http import HttpClient
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
-from turnmill.records import FinishReason, InvalidReason, RolloutRequest, RolloutResult, StopReason
+from turnmill.records import FinishReason, InvalidReason, ReplyTokens, RolloutRequest, RolloutResult, StopReason
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-COMPLETION = {
+COMPLETION: dict[str, Any] = {
     "id": "t_0_0",
     "object": "chat.completion",
     "created": 1,
@@ -214,6 +214,65 @@ async def test_a_server_that_is_not_there_yet_is_tried_again() -> None:
         await web.SockSite(late, address).start()
         assert (await call).content == "crane"
         await late.cleanup()
+
+
+def busy(**headers: str) -> Answer:
+    async def give(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=429, text="<html>later</html>", headers=headers)
+
+    return give
+
+
+async def test_a_busy_server_is_waited_for_as_long_as_it_says_and_as_long_as_it_takes() -> None:
+    fast = Retry(for_s=0.0, first_s=0.001, most_s=0.01)
+    wishes = [busy(), busy(), busy(**{"Retry-After": "1"}), busy(**{"Retry-After": "soon"})]
+    async with serving(*wishes, OK) as (server, session):
+        started = time.monotonic()
+        client = chat_client(server, session, retry=fast, deadline=started + 30)
+        assert (await client.complete(MESSAGES)).content == "crane"
+        assert time.monotonic() - started >= 1.0
+
+    assert len(set(server.keys)) == 1
+
+
+async def test_without_a_deadline_a_busy_server_is_tried_as_any_other() -> None:
+    async with serving(*[busy()] * 1000) as (server, session):
+        client = chat_client(server, session, retry=Retry(for_s=0.1, first_s=0.01, most_s=0.02))
+        with pytest.raises(BackendUnavailable, match="HTTP 429"):
+            await client.complete(MESSAGES)
+
+
+MEASURED: dict[str, Any] = {
+    **COMPLETION,
+    "prompt_token_ids": [1, 2, 3],
+    "choices": [
+        {
+            **COMPLETION["choices"][0],
+            "token_ids": [4, 5],
+            "logprobs": {"content": [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:5", "logprob": -1}]},
+        }
+    ],
+}
+
+
+async def test_the_tokens_are_in_the_reply_of_who_asked_for_them() -> None:
+    async with serving(answer(200, MEASURED), answer(200, MEASURED)) as (server, session):
+        client = chat_client(server, session)
+        reply = await client.complete(MESSAGES, return_token_ids=True, tools=[])
+        assert reply.tokens == ReplyTokens(prompt_ids=[1, 2, 3], sampled_ids=[4, 5], logprobs=[-0.5, -1.0])
+        assert (await client.complete(MESSAGES)).tokens is None
+
+    asked = {"return_token_ids": True, "logprobs": True, "tools": []}
+    assert server.bodies[0] == {"model": "turnmill", "messages": MESSAGES, **asked}
+
+
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])
+async def test_tokens_that_are_missing_are_a_failed_generation(missing: str) -> None:
+    choice = {name: value for name, value in MEASURED["choices"][0].items() if name != missing}
+    body = {**{name: value for name, value in MEASURED.items() if name != missing}, "choices": [choice]}
+    async with serving(answer(200, body)) as (server, session):
+        with pytest.raises(GenerationFailed, match="tokens that were asked for"):
+            await chat_client(server, session).complete(MESSAGES, return_token_ids=True)
 
 
 async def test_repeating_ends_with_the_time_for_it() -> None:
