@@ -5,12 +5,18 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from mangum import Mangum
 from yarl import URL
 
+from tests.unit.conversation.conftest import CONFIG, RUN, RUN_ID
 from tests.unit.conversation.speech import WEATHER, calling, spoken
+from turnmill.backends.embedded import open_run
+from turnmill.conversation.proxy import create_app
+from turnmill.conversation.shared import SharedSessions
 from turnmill.conversation.streaming import Pace, events_of
 from turnmill.records import encode
 
@@ -271,3 +277,45 @@ async def _whole(world: "World", rollout: dict[str, Any]) -> Received:
     async with streamed(world, rollout) as received:
         pass
     return received
+
+
+# ---------------------------------------------------------------- as a function
+
+
+def called(root: Path, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+    """What a function answers that is called through its URL, with a loop and stores of its own."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    ports = open_run(root, RUN_ID, num_replicas=1)
+    try:
+        app = create_app(SharedSessions(ports, run=RUN, config=CONFIG), hold_s=0.0, pace=HASTY)
+        http = {"method": "POST", "path": path, "sourceIp": "127.0.0.1", "protocol": "HTTP/1.1"}
+        event: Any = {
+            "version": "2.0",
+            "rawPath": path,
+            "rawQueryString": "",
+            "headers": {"host": "function", "content-type": "application/json", **headers},
+            "requestContext": {"http": http, "domainName": "function", "stage": "$default"},
+            "body": encode(body).decode(),
+            "isBase64Encoded": False,
+        }
+        context: Any = None
+        return Mangum(app, lifespan="off")(event, context)
+    finally:
+        ports.close()
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
+async def test_a_function_answers_a_stream_in_one_burst(shared_world: "World") -> None:
+    rollout = await shared_world.begin()
+    path = rollout["base_url"][rollout["base_url"].index("/a/") :] + "/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Guess."}], "stream": True}
+    answer = await asyncio.to_thread(called, shared_world.root, path, body, {})
+    assert answer["statusCode"] == 200
+    assert answer["headers"]["content-type"].startswith("text/event-stream")
+    assert (len(chunks_of(answer["body"].encode())), answer["isBase64Encoded"]) == (3, False)
+    # Whoever says that it may be sent away is.
+    shared_world.replica.may_answer.clear()
+    later = await asyncio.to_thread(called, shared_world.root, path, body, {"prefer": "wait=20"})
+    assert later["statusCode"] == 202
