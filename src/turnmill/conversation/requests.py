@@ -15,7 +15,7 @@ from turnmill.conversation.branches import request_identity
 from turnmill.conversation.messages import Heard, Said, text_said
 from turnmill.conversation.tools import NO_TOOLS, Offered, parse_tool_choice
 from turnmill.errors import InvalidRequest
-from turnmill.records import Sampling
+from turnmill.records import RunKind, Sampling
 
 # The run's model, for clients that name none, and for those that do not know which it is.
 DEFAULT_MODEL = "turnmill"
@@ -37,13 +37,21 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     takes_sampling: bool = False
 
     @classmethod
-    def of(cls, config: Config, *, served_model_names: Sequence[str] = (), client_sampling: str = "refuse") -> "Offer":
-        """What a run with these parameters offers."""
+    def of(
+        cls,
+        config: Config,
+        kind: RunKind,
+        *,
+        served_model_names: Sequence[str] = (),
+        client_sampling: str = "refuse",
+    ) -> "Offer":
+        """What a run of this kind with these parameters offers."""
         base = config.base_model
-        names = (DEFAULT_MODEL, *(() if base.startswith("/") else (base,)), PurePath(base).name, *served_model_names)
+        # A foreign trainer's model is known to it alone; of a folder only the name is anybody's business.
+        own = () if kind is RunKind.EXTERNAL else (PurePath(base).name,) if base.startswith("/") else (base,)
         return cls(
             sampling=Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
-            models=tuple(dict.fromkeys(names)),
+            models=tuple(dict.fromkeys((DEFAULT_MODEL, *own, *served_model_names))),
             takes_sampling=client_sampling == "record",
         )
 
@@ -73,7 +81,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
-    # As the client sent them; None: none.
+    # In OpenAI's form, with what a template may render; None: none.
     tools: list[dict[str, Any]] | None = None
     # See `GenerateRequest.tool_choice`.
     tool_choice: str = "auto"

@@ -54,7 +54,7 @@ class Service(ABC):
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self.offer = Offer.of(config)
+        self.offer = Offer.of(config, run.kind)
         self._ports = ports
         self._run = run
         self._leases = leases

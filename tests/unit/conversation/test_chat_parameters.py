@@ -10,7 +10,7 @@ from turnmill.conversation.messages import MAX_HEARD, Heard
 from turnmill.conversation.requests import MAX_CHOICES, ChatRequest, Offer, parse_chat, parse_text
 from turnmill.conversation.tools import MAX_TOOLS, MAX_TOOLS_BYTES
 from turnmill.errors import InvalidRequest
-from turnmill.records import TEXT_ROLE, Sampling, encode
+from turnmill.records import TEXT_ROLE, RunKind, Sampling, encode
 
 RUN = Offer(sampling=Sampling(max_new_tokens=64))
 RECORDING = Offer(sampling=Sampling(max_new_tokens=64), takes_sampling=True)
@@ -250,19 +250,28 @@ def test_whatever_is_sampled_otherwise_is_another_request() -> None:
 
 
 def test_the_runs_model_has_names_and_no_other_is_answered() -> None:
-    offer = Offer.of(Config(base_model="org/tiny"), served_model_names=["gpt-any"])
-    assert offer.models == ("turnmill", "org/tiny", "tiny", "gpt-any")
+    offer = Offer.of(Config(base_model="org/tiny"), RunKind.TRAIN, served_model_names=["gpt-any"])
+    assert offer.models == ("turnmill", "org/tiny", "gpt-any")
     for name in offer.models:
         assert chat(offer=offer, model=name).model == name
     assert chat(offer=offer, model=None).model == "turnmill"
-    for name in ("judge", "", "Tiny"):
-        with pytest.raises(InvalidRequest, match=r"turnmill, org/tiny, tiny, gpt-any") as caught:
+    for name in ("judge", "", "tiny"):
+        with pytest.raises(InvalidRequest, match=r"turnmill, org/tiny, gpt-any") as caught:
             chat(offer=offer, model=name)
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-def test_a_folder_with_a_model_is_called_by_its_name() -> None:
-    assert Offer.of(Config(base_model="/models/tiny")).models == ("turnmill", "tiny")
+def test_a_folder_with_a_model_is_called_by_its_name_and_a_foreign_model_has_none_here() -> None:
+    config = Config(base_model="/models/tiny")
+    assert Offer.of(config, RunKind.TRAIN).models == ("turnmill", "tiny")
+    assert Offer.of(config, RunKind.EXTERNAL).models == ("turnmill",)
+
+
+def test_a_run_says_whether_it_takes_the_sampling_of_clients() -> None:
+    config = Config(temperature=0.9, max_new_tokens=32)
+    assert Offer.of(config, RunKind.TRAIN).sampling == Sampling(temperature=0.9, max_new_tokens=32)
+    assert not Offer.of(config, RunKind.TRAIN).takes_sampling
+    assert Offer.of(config, RunKind.TRAIN, client_sampling="record").takes_sampling
 
 
 # ---------------------------------------------------------------- messages
