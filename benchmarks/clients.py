@@ -40,7 +40,7 @@ async def _cost_ms(call: Callable[[], Awaitable[object]], count: int) -> float:
 def measure_openai(make: Callable[[], AsyncOpenAI], count: int) -> float:
     async def measure() -> float:
         async with make() as client:
-            return await _cost_ms(partial(client.chat.completions.create, model="policy", messages=MESSAGES), count)
+            return await _cost_ms(partial(client.chat.completions.create, model="turnmill", messages=MESSAGES), count)
 
     return run_loop(measure())
 

@@ -73,7 +73,7 @@ async def play(base_url: str, *, total: int, concurrent: int, turns: int) -> flo
         async with slots:
             messages = [OPENING]
             for _ in range(turns):
-                body = msgspec.json.encode({"model": "policy", "messages": messages})
+                body = msgspec.json.encode({"model": "turnmill", "messages": messages})
                 async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
                     answer = msgspec.json.decode(await response.read())
                 messages += [answer["choices"][0]["message"], OBSERVATION]

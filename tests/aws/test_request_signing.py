@@ -50,7 +50,7 @@ async def test_a_rollout_is_played_and_reported_through_the_gate_by_openais_clie
         async with AsyncTurnmillClient(
             base_url=at(gate, rollout["base_url"]), auth=auth, report_secret=rollout["report_secret"]
         ) as client:
-            completion = await client.chat.completions.create(model="policy", messages=MESSAGES)
+            completion = await client.chat.completions.create(model="turnmill", messages=MESSAGES)
             await client.report_rollout("task_0", 0.5, {"größe": 1.0})
 
         assert completion.choices[0].message.content == "answer task_0_0"
@@ -122,7 +122,7 @@ async def test_questions_for_a_late_answer_and_repeated_requests_are_signed_anew
         signer = signer_with("AKIA", LASTING)
         base_url = f"{gate.url}/a/{SECRET}/v1"
         async with AsyncTurnmillClient(base_url=base_url, auth=SigV4Auth(signer), poll_interval_s=0.01) as client:
-            completion = await client.chat.completions.create(model="policy", messages=MESSAGES)
+            completion = await client.chat.completions.create(model="turnmill", messages=MESSAGES)
         async with HttpClient(signer) as session:
             chat = ChatClient(session, base_url, timeout_s=10, deadline=math.inf, poll=POLL)
             reply = await chat.complete(MESSAGES)
@@ -183,7 +183,7 @@ async def test_wrong_secrets_and_unsigned_requests_do_not_get_through() -> None:
         wrong = signer_with("AKIA", Key(secret="another"))
         async with AsyncTurnmillClient(base_url=base_url, auth=SigV4Auth(wrong)) as client:
             with pytest.raises(openai.PermissionDeniedError):
-                await client.chat.completions.create(model="policy", messages=MESSAGES)
+                await client.chat.completions.create(model="turnmill", messages=MESSAGES)
         async with HttpClient() as session:
             with pytest.raises(GenerationFailed, match="Missing Authentication Token"):
                 await ChatClient(session, base_url, timeout_s=10, deadline=math.inf).complete(MESSAGES)
@@ -226,7 +226,7 @@ async def test_credentials_that_rotate_are_used_from_the_next_request_on() -> No
         signer = RequestSigner(lambda: credentials, region=REGION)
         base_url = f"{gate.url}/a/{SECRET}/v1"
         async with AsyncTurnmillClient(base_url=base_url, auth=SigV4Auth(signer), poll_interval_s=0.01) as client:
-            await client.chat.completions.create(model="policy", messages=MESSAGES)
+            await client.chat.completions.create(model="turnmill", messages=MESSAGES)
         async with HttpClient(signer) as session:
             await ChatClient(session, base_url, timeout_s=10, deadline=math.inf, poll=POLL).complete(MESSAGES)
 
@@ -274,7 +274,7 @@ async def test_credentials_that_can_not_be_renewed_are_an_unavailable_backend() 
             await signer("GET", gate.url, {}, b"")
         async with AsyncTurnmillClient(base_url=gate.url, auth=SigV4Auth(signer), max_retries=1) as client:
             with pytest.raises(openai.APIConnectionError):
-                await client.chat.completions.create(model="policy", messages=MESSAGES)
+                await client.chat.completions.create(model="turnmill", messages=MESSAGES)
 
 
 async def test_a_request_that_can_not_be_signed_for_now_is_tried_again() -> None:
@@ -292,6 +292,6 @@ async def test_a_request_that_can_not_be_signed_for_now_is_tried_again() -> None
             assert (await chat.complete(MESSAGES)).content == "answer task/ö_0_0 to 1"
         issued += [gone]
         async with AsyncTurnmillClient(base_url=base_url, auth=SigV4Auth(signer), poll_interval_s=0.01) as client:
-            completion = await client.chat.completions.create(model="policy", messages=MESSAGES)
+            completion = await client.chat.completions.create(model="turnmill", messages=MESSAGES)
 
         assert (completion.id, proxy.num_sampled, gate.refused) == ("task/ö_0_1", 2, [])

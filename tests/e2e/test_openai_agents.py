@@ -22,7 +22,7 @@ async def play_wordle(client: openai.AsyncOpenAI, opening: str) -> tuple[float, 
     """Knows OpenAI's library and nothing else."""
     messages: list[Any] = [{"role": "user", "content": opening}]
     for turn in range(6):
-        completion = await client.chat.completions.create(model="gpt-any", messages=messages)
+        completion = await client.chat.completions.create(model="turnmill", messages=messages)
         message = completion.choices[0].message
         messages.append(message)
         guess = parse_guess(message.content or "")

@@ -1,5 +1,7 @@
 """What the applications over HTTP have in common: bodies, bearer tokens, and which error is which status."""
 
+from collections.abc import Sequence
+
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.errors import (
     BackendUnavailable,
@@ -23,12 +25,27 @@ FORWARDED_AUTHORIZATION = "X-Turnmill-Authorization"
 _AUTHORIZATION = (FORWARDED_AUTHORIZATION.lower().encode(), b"authorization")
 
 
+_TOO_LONG = "context_length_exceeded"
+# For OpenAI's clients, which try again after a 409 and a 500: the answer would be the same.
+_FINAL = ((b"x-should-retry", b"false"),)
+
+
 class HttpError(Exception):
     """An answer that is no success, with the fields of an OpenAI error."""
 
-    def __init__(self, *, status: int, type: str, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        status: int,
+        type: str,
+        code: str,
+        message: str,
+        param: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers
         self._error = {"message": message, "type": type, "param": param, "code": code}
 
     def body(self) -> bytes:
@@ -39,15 +56,18 @@ def to_http(error: TurnmillError) -> HttpError:
     """The one place that knows which domain error is which status."""
     text = str(error)
     if isinstance(error, InvalidRequest):
-        return HttpError(status=400, type="invalid_request_error", code=error.code, message=text, param=error.param)
+        status = 404 if error.code == "model_not_found" else 400
+        return HttpError(status=status, type="invalid_request_error", code=error.code, message=text, param=error.param)
     if isinstance(error, GenerationFailed):
         # The client's fault only where the replica says so; anything else may be tried again.
-        if error.code == "context_length_exceeded" or error.code.startswith("invalid"):
-            return HttpError(status=400, type="invalid_request_error", code=error.code, message=text)
-        return HttpError(status=500, type="server_error", code=error.code, message=text)
+        if error.code == _TOO_LONG or error.code.startswith("invalid"):
+            param = "messages" if error.code == _TOO_LONG else None
+            return HttpError(status=400, type="invalid_request_error", code=error.code, message=text, param=param)
+        return HttpError(status=500, type="server_error", code=error.code, message=text, headers=_FINAL)
     for kind, status, type_, code in _STATUSES:
         if isinstance(error, kind):
-            return HttpError(status=status, type=type_, code=code, message=text)
+            headers = _FINAL if status == 409 else ()
+            return HttpError(status=status, type=type_, code=code, message=text, headers=headers)
     return HttpError(status=500, type="server_error", code="internal_error", message=text)
 
 
@@ -69,9 +89,14 @@ def refusal(status: int, code: str, message: str) -> HttpError:
     return HttpError(status=status, type="invalid_request_error", code=code, message=message)
 
 
-async def send_json(send: Send, status: int, body: bytes) -> None:
+async def send_json(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
     """The whole answer."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send_whole(send, status, body, [(b"content-type", b"application/json"), *headers])
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """The whole answer, of the type that its headers say."""
+    headers = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

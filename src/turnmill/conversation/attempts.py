@@ -26,7 +26,8 @@ from turnmill.conversation.branches import (
     request_identity,
     text_of,
 )
-from turnmill.conversation.requests import ChatRequest, Heard
+from turnmill.conversation.messages import Heard
+from turnmill.conversation.requests import ChatRequest
 from turnmill.errors import GenerationFailed, InvalidRequest, RecordCorrupt
 from turnmill.records import (
     TEXT_ROLE,

@@ -3,16 +3,17 @@
     lease -> LeasedRollout -> complete, complete, ... -> report;  heartbeat beside it
 
 One `HttpClient` serves all rollouts of a worker. This module is the retry owner for everything between worker and
-proxy: transport errors and 429, 502, 503, 504 are repeated with jittered back-off, under the caller's deadline. A
-repeated chat call carries the same Idempotency-Key, so it is the same call; one that is answered with 202 is asked for
-until its answer is there. A repeated lease may leave rollouts leased to nobody: their leases run out. Heartbeats and
-reports are idempotent.
+proxy: transport errors and 502, 503, 504 are repeated with jittered back-off, under the caller's deadline; after a 429
+it waits for as long as the proxy says, until that deadline. A repeated chat call carries the same Idempotency-Key, so
+it is the same call; one that is answered with 202 is asked for until its answer is there. A repeated lease may leave
+rollouts leased to nobody: their leases run out. Heartbeats and reports are idempotent.
 """
 
 import asyncio
 import itertools
 import logging
 import math
+import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,19 +22,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from turnmill.conversation.http import HttpClient, Url
+from turnmill.conversation.http import Busy, HttpClient, Url
 from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, preference, step_of, step_path
+from turnmill.conversation.requests import DEFAULT_MODEL
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
-from turnmill.records import FinishReason, InvalidReason, Reply, RolloutRequest, RolloutResult, encode
+from turnmill.records import FinishReason, InvalidReason, Reply, ReplyTokens, RolloutRequest, RolloutResult, encode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_TRANSIENT = (429, 502, 503, 504)
+_TRANSIENT = (502, 503, 504)
+# A server that is busy says for how long, but not for ever, seconds.
+_MOST_RETRY_AFTER_S = 30.0
 # 400s that are an end of the conversation; all others are a fault of the request.
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-# What the `model` field says: the proxy serves one model, the policy.
-_MODEL = "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +92,29 @@ class ChatClient:
         self._deadline = deadline
         self._retry = retry
 
-    async def complete(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Reply:
-        """The next message after `messages`.
+    async def complete(
+        self, messages: Sequence[Mapping[str, Any]], *, return_token_ids: bool = False, **params: Any
+    ) -> Reply:
+        """The next message after `messages`; `params` are those of a chat completion (`tools`, `tool_choice`, ...).
+
+        `return_token_ids`: with the tokens of prompt and reply as they are recorded, and their log-probs.
 
         Raises `GenerationFailed` with code `context_length_exceeded` for a full conversation, and with another code
         where the proxy or the generation failed; `InvalidInput` for a request that is not allowed; `LeaseLost` when
         the attempt is no longer current; `BackendUnavailable` when the proxy could not be reached in time.
         """
         self._num_calls += 1
-        request = encode({"model": _MODEL, "messages": messages, **params})
+        if params.get("n", 1) != 1 or params.get("stream"):
+            raise InvalidInput("complete() gives one reply as a whole: leave n and stream out, and call it n times")
+        if return_token_ids:
+            params |= {"return_token_ids": True, "logprobs": True}
+        request = encode({"model": DEFAULT_MODEL, "messages": messages, **params})
         status, body = await self._ask(self._url, request, {"Idempotency-Key": f"{self._key}-{self._num_calls}"})
         if status == ACCEPTED:
             status, body = await self._answer_of(status, body)
         if status != 200:
             raise _chat_error(status, body)
-        return self._reply(body)
+        return self._reply(body, has_tokens=return_token_ids)
 
     async def _ask(self, url: Url, body: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
         return await _ask(
@@ -135,7 +145,7 @@ class ChatClient:
         raise BackendUnavailable("the proxy took the request, but its answer did not come in time")
 
     @staticmethod
-    def _reply(body: bytes) -> Reply:
+    def _reply(body: bytes, *, has_tokens: bool) -> Reply:
         try:
             completion = _COMPLETION.decode(body)
         except msgspec.DecodeError as error:
@@ -143,7 +153,12 @@ class ChatClient:
         if not completion.choices:
             raise GenerationFailed("invalid_response", "the proxy's completion has no choices")
         choice = completion.choices[0]
-        return Reply(message=choice.message, finish_reason=choice.finish_reason, usage=completion.usage)
+        return Reply(
+            message=choice.message,
+            finish_reason=choice.finish_reason,
+            usage=completion.usage,
+            tokens=_tokens(completion) if has_tokens else None,
+        )
 
 
 class RolloutApi:
@@ -229,14 +244,25 @@ class RolloutApi:
 # ---------------------------------------------------------------- what comes over the wire
 
 
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
 class _Choice(msgspec.Struct):
     message: dict[str, Any]
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: dict[str, Any] = {}
+    prompt_token_ids: list[int] | None = None
 
 
 class _Leases(msgspec.Struct):
@@ -261,6 +287,15 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 _LEASES = msgspec.json.Decoder(_Leases)
 _LOST = msgspec.json.Decoder(_Lost)
 _ERROR_BODY = msgspec.json.Decoder(_ErrorBody)
+
+
+def _tokens(completion: _Completion) -> ReplyTokens:
+    """Raises `GenerationFailed` where the proxy left them out: tokens that were asked for are needed."""
+    choice = completion.choices[0]
+    logprobs = [] if choice.logprobs is None else [item.logprob for item in choice.logprobs.content]
+    if completion.prompt_token_ids is None or choice.token_ids is None or len(logprobs) != len(choice.token_ids):
+        raise GenerationFailed("invalid_response", "the proxy's completion has not the tokens that were asked for")
+    return ReplyTokens(prompt_ids=completion.prompt_token_ids, sampled_ids=choice.token_ids, logprobs=logprobs)
 
 
 def _read(route: str, answer: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
@@ -305,6 +340,7 @@ async def _ask(
     """Status and body of the answer to a POST, without a body to a GET; raises `BackendUnavailable` without one."""
     num_failures, give_up = 0, deadline
     while True:
+        wished_s: float | None = None
         try:
             left_s = max(0.001, min(timeout_s, deadline - time.monotonic()))
             if body is None:
@@ -315,16 +351,26 @@ async def _ask(
             if status not in _TRANSIENT or (status == 504 and _shaped_error(answer) is not None):
                 return status, answer
             trouble = f"HTTP {status}"
+        except Busy as busy:
+            trouble, wished_s = str(busy), busy.retry_after_s or retry.most_s
         except (OSError, BackendUnavailable) as error:
             # The latter where a request can't be signed for now.
             trouble = f"{type(error).__name__}: {error}"
         num_failures += 1
         now = time.monotonic()
-        if num_failures == 1:
+        if wished_s is not None and math.isfinite(deadline):
+            # It is there and has others before this one: that lasts as long as it lasts.
+            num_failures, give_up = 0, deadline
+        elif num_failures == 1:
             give_up = min(deadline, now + retry.for_s)
-        pause_s = retry.pause_s(num_failures)
+        pause_s = retry.pause_s(num_failures) if wished_s is None else _spread(wished_s)
         if now + pause_s >= give_up:
             raise BackendUnavailable(f"no answer from the proxy after {num_failures} tries: {trouble}")
         # Never the URL: its path may hold a secret.
-        logger.warning("no answer from the proxy (%s), try %d follows", trouble, num_failures + 1)
+        logger.warning("no answer from the proxy (%s), another try follows in %.1f s", trouble, pause_s)
         await asyncio.sleep(pause_s)
+
+
+def _spread(wished_s: float) -> float:
+    """At least as long as the server wishes, each client a little longer than the other."""
+    return min(wished_s, _MOST_RETRY_AFTER_S) * random.uniform(1.0, 1.5)

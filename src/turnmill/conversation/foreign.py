@@ -16,8 +16,10 @@ from typing import Any
 
 from turnmill import failpoints
 from turnmill.config import Config
+from turnmill.conversation.bodies import finite
 from turnmill.conversation.history import checked_sample
-from turnmill.conversation.requests import ChatRequest, Report, finite
+from turnmill.conversation.reports import Report
+from turnmill.conversation.requests import ChatRequest
 from turnmill.errors import InvalidInput, InvalidRequest
 from turnmill.ports import Message, RunPorts, Write
 from turnmill.records import (

@@ -2,6 +2,7 @@
 
     post | get -> an idle connection | a new one -> head + body in one write -> llhttp -> (status, body) -> idle again
                                                               anything unexpected '-> closed, and never used again
+    429 -> `Busy`: no answer to the request, but when to send it again
 
 A general client spends more time on a request than everything else that a worker does in a turn (redirects, cookies,
 encodings, middlewares, streams). Parsing is that of Node.js (llhttp, through httptools). Who calls owns the retries.
@@ -33,6 +34,18 @@ Sign = Callable[[str, str, Mapping[str, str], bytes], Awaitable[Mapping[str, str
 _JSON = "application/json"
 # Text that may stand in a request line or a header.
 _PRINTABLE = frozenset(map(chr, range(0x21, 0x7F)))
+
+
+_TOO_MANY_REQUESTS = 429
+
+
+class Busy(OSError):
+    """The server takes no more requests for now: 429."""
+
+    def __init__(self, retry_after_s: float | None) -> None:
+        """`retry_after_s`: when it wants to be asked again, seconds from now; None: it does not say."""
+        super().__init__("HTTP 429")
+        self.retry_after_s = retry_after_s
 
 
 class TransportError(ConnectionError):
@@ -93,7 +106,7 @@ class HttpClient:
     async def post(self, url: Url, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of the answer. Raises `TimeoutError`, or `OSError` (`TransportError` among them) without one.
 
-        Raises `InvalidInput` for a header that is no printable ASCII.
+        Raises `Busy` for a 429, `InvalidInput` for a header that is no printable ASCII.
         """
         lines = await self._lines("POST", url, {"Content-Type": _JSON, **headers}, body)
         request = b"POST%b%bContent-Length: %d\r\n\r\n%b" % (url.target, lines, len(body), body)
@@ -127,6 +140,8 @@ class HttpClient:
             self._idle.setdefault((url.host, url.port, url.is_secure), []).append(connection)
         else:
             connection.abort()
+        if answer[0] == _TOO_MANY_REQUESTS:
+            raise Busy(connection.retry_after_s)
         return answer
 
     def _take(self, url: Url) -> "_Connection | None":
@@ -214,6 +229,8 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._keeps_alive = True
         self.used_at = 0.0
+        # What the latest answer says of when to ask again.
+        self.retry_after_s: float | None = None
         # When the exchange under way has taken too long; never, without one.
         self.give_up = math.inf
 
@@ -293,6 +310,12 @@ class _Connection(asyncio.Protocol):
         if self._answer is None or self._answer.done():
             # More came with the answer: whose it is, nobody can say, so the next request must not get it.
             self._keeps_alive = False
+
+        self.retry_after_s = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after" and value.isdigit():
+            self.retry_after_s = float(value)
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)

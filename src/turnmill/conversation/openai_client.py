@@ -14,6 +14,8 @@ can't change the client's class passes it to `AsyncOpenAI`, or to a framework th
 | an error in OpenAI's shape: the proxy's answer to the call | nobody: it is the same for the same key |
 
 All tries of one call carry the same Idempotency-Key, so that it is sampled once whatever answer is lost.
+
+A stream says that it may be answered later, too: then the deltas are made here, of the answer that is there.
 """
 
 import json
@@ -27,6 +29,7 @@ import httpx2
 import openai
 
 from turnmill.conversation.polling import ACCEPTED, POLL, Pauses, finished, preference, step_of, step_path
+from turnmill.conversation.streaming import CONTENT_TYPE, events_of
 from turnmill.errors import InvalidInput
 
 POLL_TRIES = 8
@@ -72,13 +75,15 @@ class PollingHttpClient(httpx2.AsyncClient):
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
         """The answer, also where it comes later; raises as any other client, and `openai.APITimeoutError`."""
+        kind = _kind_of(request)
+        if stream and kind is not None and "prefer" not in request.headers and _stream_options(request) is not None:
+            request.headers.update(preference(_longest_s(request.extensions["timeout"]["read"], self._max_wait_s)))
         response = await super().send(request, stream=stream, **options)
         status = response.status_code
         if request.method == "POST" and (
             status == ACCEPTED or (status == 200 and not stream and _STEP_ID in response.content[:_STEP_ID_WITHIN])
         ):
             step_id = step_of(status, await response.aread())
-            kind = _kind_of(request)
             if kind is not None and step_id is not None:
                 response = await self._answer_of(request, step_id, kind, options)
             elif kind is not None and status == ACCEPTED:
@@ -91,12 +96,14 @@ class PollingHttpClient(httpx2.AsyncClient):
     async def _answer_of(
         self, request: httpx2.Request, step_id: str, kind: str, options: Mapping[str, Any]
     ) -> httpx2.Response:
-        if _is_streamed(request):
-            raise InvalidInput("this proxy answers later and streams nothing: leave stream out of the request")
         question = self._question(request, step_id)
         with anyio.move_on_after(self._max_wait_s or question.extensions["timeout"]["read"]):
             response, status, body = await self._ask(question, step_id, kind, options)
-            return _as_answer(request, response, status, body)
+            stream_options = _stream_options(request)
+            if status != 200 or stream_options is None:
+                return _as_answer(request, response, status, body)
+            events = events_of(json.loads(body), has_usage=bool(stream_options.get("include_usage")))
+            return _as_answer(request, response, status, events, content_type=CONTENT_TYPE)
         # None of httpx's: openai would begin anew after one of them.
         raise openai.APITimeoutError(request=request)
 
@@ -132,8 +139,7 @@ class PollingHttpClient(httpx2.AsyncClient):
         raw_path = path + step_path(step_id).encode() + (b"?" + query if query else b"")
         headers = [(name, value) for name, value in request.headers.multi_items() if name not in _POST_ONLY]
         timeout = httpx2.Timeout(**request.extensions["timeout"])
-        held_s = min(limit for limit in (timeout.read, self._max_wait_s, math.inf) if limit is not None)
-        headers += preference(held_s).items()
+        headers += preference(_longest_s(timeout.read, self._max_wait_s)).items()
         return self.build_request("GET", request.url.copy_with(raw_path=raw_path), headers=headers, timeout=timeout)
 
 
@@ -234,9 +240,17 @@ def _kind_of(request: httpx2.Request) -> str | None:
     return next((kind for end, kind in _KINDS.items() if path.endswith(end)), None)
 
 
-def _is_streamed(request: httpx2.Request) -> bool:
-    body = json.loads(request.content)
-    return isinstance(body, dict) and body.get("stream") is True
+def _stream_options(request: httpx2.Request) -> dict[str, Any] | None:
+    """Of a request for a stream, {} where it has none; None: it asks for an answer as a whole."""
+    body = json.loads(request.content) if b'"stream"' in request.content else None
+    if not isinstance(body, dict) or body.get("stream") is not True:
+        return None
+    return body.get("stream_options") or {}
+
+
+def _longest_s(*limits: float | None) -> float:
+    """The time that all of these limits allow."""
+    return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def _may_pass(response: httpx2.Response, body: bytes) -> bool:
@@ -265,14 +279,21 @@ def _retry_after_s(response: httpx2.Response) -> float | None:
     return min(seconds, _MOST_RETRY_AFTER_S) if seconds > 0 else None
 
 
-def _as_answer(request: httpx2.Request, response: httpx2.Response, status: int, body: bytes) -> httpx2.Response:
+def _as_answer(
+    request: httpx2.Request,
+    response: httpx2.Response,
+    status: int,
+    body: bytes,
+    *,
+    content_type: str = "application/json",
+) -> httpx2.Response:
     """The answer to the last question as that to the POST."""
     if body is not response.content:
         kept = ("content-length", "content-encoding", "content-type", "transfer-encoding")
         headers = [(name, value) for name, value in response.headers.multi_items() if name not in kept]
         elapsed = response.elapsed
         response = httpx2.Response(
-            status, headers=[*headers, ("content-type", "application/json")], content=body, request=request
+            status, headers=[*headers, ("content-type", content_type)], content=body, request=request
         )
         response.elapsed = elapsed
     response.request = request

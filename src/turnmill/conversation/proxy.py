@@ -1,12 +1,13 @@
 """HTTP for workers and agents, over the sessions of a run: a plain ASGI application.
 
     POST /v1/rollouts/lease | heartbeat      worker token        rollouts to play
-    POST /a/<chat secret>/v1/chat/completions                    OpenAI chat completions: the answer, or 202 and a step
+    POST /a/<chat secret>/v1/chat/completions | completions      OpenAI's: the answer, a stream, or 202 and a step
     GET  /a/<chat secret>/v1/chat/completions/<step>             the answer, or 202 once more
+    GET  /a/<chat secret>/v1/models                              the names of the run's model
     POST /v1/rollouts/report                 report secret       the end of an attempt
     GET  /healthz
 
-The chat routes are there without `/a/<chat secret>` as well, with the secret as bearer token.
+The routes of agents are there without `/a/<chat secret>` as well, with the secret as bearer token.
 
 The routes are dispatched by hand: a turn of a small model takes about a millisecond, of which a framework's routing,
 request and response objects would take a fifth. Secrets travel in paths and headers, so no access log is written.
@@ -18,12 +19,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from turnmill.conversation.admission import Limits
+from turnmill.conversation.agents import MAX_WAIT_S, Agents, Reply
 from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, send_json, to_http, until_disconnect
-from turnmill.conversation.attempts import Answer, Pending
+from turnmill.conversation.bodies import parse_object
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
-from turnmill.conversation.requests import DEFAULT_MODEL, parse_object, parse_report
+from turnmill.conversation.reports import parse_report
 from turnmill.conversation.service import Service
+from turnmill.conversation.streaming import Pace
 from turnmill.errors import (
     BackendUnavailable,
     InvalidInput,
@@ -37,28 +41,33 @@ from turnmill.records import encode
 
 logger = logging.getLogger(__name__)
 
-MAX_WAIT_S = 30.0
 MAX_ROLLOUTS = 4096
-# The secret, and the step that is asked for.
-_CHAT = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/chat/completions(?:/(.+))?")
-_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
+# The secret, the route, and the step or the model that is asked for.
+_AGENT = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/(chat/completions|completions|models)(?:/(.+))?")
 
 
-def create_app(sessions: Service, *, hold_s: float | None = None) -> "App":
+def create_app(
+    sessions: Service,
+    *,
+    hold_s: float | None = None,
+    limits: Limits | None = None,
+    pace: Pace | None = None,
+) -> "App":
     """The ASGI application for a run's sessions.
 
     `hold_s`: how long a client is kept waiting for the answer of a call before it is sent away with 202 to ask again;
-    it may wish for less. None: as long as it takes, except for clients that say how long they want to wait.
+    it may wish for less. None: as long as it takes, except for clients that say how long they want to wait. `limits`:
+    how many calls may be under way. `pace`: when a stream shows that it lives.
     """
-    return App(sessions, hold_s)
+    return App(sessions, hold_s=hold_s, limits=limits or Limits(), pace=pace or Pace())
 
 
 class App:
     """The routes."""
 
-    def __init__(self, sessions: Service, hold_s: float | None) -> None:
+    def __init__(self, sessions: Service, *, hold_s: float | None, limits: Limits, pace: Pace) -> None:
         self.sessions = sessions
-        self._hold_s = hold_s
+        self._agents = Agents(sessions, self._explain, hold_s=hold_s, limits=limits, pace=pace)
         self._routes: dict[tuple[str, str], Callable[[Scope, Receive, bytes], Awaitable[bytes]]] = {
             ("POST", "/v1/rollouts/lease"): self._lease,
             ("POST", "/v1/rollouts/heartbeat"): self._heartbeat,
@@ -70,58 +79,53 @@ class App:
         if scope["type"] != "http":
             raise ValueError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
         try:
-            status, body = await self._dispatch(scope, receive)
+            reply = await self._dispatch(scope, receive, send)
         except HttpError as error:
-            status, body = error.status, error.body()
+            await send_json(send, error.status, error.body(), error.headers)
         except TurnmillError as error:
-            failure = _of_backend(error)
-            answer = to_http(failure or error)
-            if failure is not None:
-                self.sessions.fail(failure)
-            elif answer.status == 500:
-                logger.error("%s", error)
-            status, body = answer.status, answer.body()
-        await send_json(send, status, body)
+            answer = self._explain(error)
+            await send_json(send, answer.status, answer.body(), answer.headers)
+        else:
+            if reply is not None:
+                await send_json(send, *reply)
 
-    async def _dispatch(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+    def _explain(self, error: TurnmillError) -> HttpError:
+        """An error as its answer; one that keeps everybody from being served is told to the sessions."""
+        failure = _of_backend(error)
+        answer = to_http(failure or error)
+        if failure is not None:
+            self.sessions.fail(failure)
+        elif answer.status == 500:
+            logger.error("%s", error)
+        return answer
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Reply:
         path, method = scope["path"], scope["method"]
-        chat = _CHAT.fullmatch(path)
-        if chat is not None and method == ("POST" if chat[2] is None else "GET"):
-            secret = chat[1] or bearer_of(scope)
-            return await (self._chat(scope, receive, secret) if chat[2] is None else self._step(scope, secret, chat[2]))
+        agent = _AGENT.fullmatch(path)
+        if agent is not None:
+            return await self._serve_agent(agent, method, scope, receive, send)
         route = self._routes.get((method, path))
         if route is None:
-            known = chat is not None or any(path == known_path for _, known_path in self._routes)
-            if known:
-                raise refusal(405, "method_not_allowed", f"{method} is not served here")
+            if any(path == known for _, known in self._routes):
+                raise _not_allowed(method)
             raise refusal(404, "not_found", "no such route")
         return 200, await route(scope, receive, b"" if method == "GET" else await read_body(receive))
 
+    async def _serve_agent(
+        self, found: re.Match[str], method: str, scope: Scope, receive: Receive, send: Send
+    ) -> Reply:
+        route, name = found[2], found[3]
+        if method != ("POST" if route != "models" and name is None else "GET"):
+            raise _not_allowed(method)
+        secret = found[1] or bearer_of(scope)
+        if route == "models":
+            return await self._agents.models(secret, name)
+        is_text = route == "completions"
+        if name is None:
+            return await self._agents.complete(scope, receive, send, secret, is_text=is_text)
+        return await self._agents.step(scope, secret, name, is_text=is_text)
+
     # ------------------------------------------------------------ routes
-
-    async def _chat(self, scope: Scope, receive: Receive, secret: str) -> tuple[int, bytes]:
-        key: str | None = None
-        is_retry = False
-        hold_s = self._hold_s
-        for name, value in scope["headers"]:
-            if name == b"idempotency-key":
-                key = value.decode("latin-1")
-            elif name == b"x-stainless-retry-count":
-                is_retry = value.strip() not in (b"", b"0")
-            elif name == b"prefer":
-                hold_s = _hold(value, self._hold_s)
-        request = self.sessions.parse(secret, await read_body(receive))
-        key = key or request.request_id
-        answer = await self.sessions.chat(secret, request, key=key, is_retry=is_retry, hold_s=hold_s)
-        return _completion(answer, request.model)
-
-    async def _step(self, scope: Scope, secret: str, step_id: str) -> tuple[int, bytes]:
-        hold_s = 0.0
-        for name, value in scope["headers"]:
-            if name == b"prefer":
-                hold_s = _hold(value, self._hold_s) or 0.0
-        answer = await self.sessions.step(secret, step_id, hold_s=min(hold_s, MAX_WAIT_S))
-        return _completion(answer, DEFAULT_MODEL)
 
     async def _lease(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
         self.sessions.check_worker(bearer_of(scope))
@@ -171,24 +175,15 @@ def _of_backend(error: TurnmillError) -> BackendUnavailable | None:
     return error if isinstance(error, BackendUnavailable) else None
 
 
+def _not_allowed(method: str) -> HttpError:
+    return refusal(405, "method_not_allowed", f"{method} is not served here")
+
+
 def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     value = raw.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise InvalidRequest(f"{key} is missing or of the wrong type", param=key)
     return value
-
-
-def _hold(preferences: bytes, most: float | None) -> float | None:
-    """How long to wait for an answer as a Prefer header (RFC 7240) wishes, where the server waits at most `most`.
-
-    `wait=N` waits so many seconds, `respond-async` without it not at all; others say nothing about it.
-    """
-    items = [item.strip().lower() for item in preferences.decode("latin-1").split(",")]
-    waits = [float(found[1]) for item in items if (found := _WAIT.fullmatch(item))]
-    if not waits and "respond-async" not in items:
-        return most
-    wished = waits[0] if waits else 0.0
-    return wished if most is None else min(wished, most)
 
 
 def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
@@ -201,24 +196,3 @@ def _lease_body(lease: Lease, base_url: str) -> dict[str, Any]:
         "lease_token": lease.lease_token,
         "lease_s": lease.lease_s,
     }
-
-
-def _completion(answers: tuple[Answer, ...] | Pending, model: str) -> tuple[int, bytes]:
-    if isinstance(answers, Pending):
-        return 202, encode({"step_id": answers.step_id, "status": "pending"})
-    answer = answers[0]
-    choice = {"index": 0, "message": answer.reply, "finish_reason": answer.finish_reason, "logprobs": None}
-    usage = {
-        "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": answer.num_sampled_tokens,
-        "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
-    }
-    completion = {
-        "id": answer.call_id,
-        "object": "chat.completion",
-        "created": int(answer.created_at),
-        "model": model,
-        "choices": [choice],
-        "usage": usage,
-    }
-    return 200, encode(completion)

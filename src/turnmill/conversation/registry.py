@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from turnmill.conversation.attempts import Attempt
 from turnmill.conversation.history import checked_sample, read_calls
-from turnmill.conversation.requests import Heard
+from turnmill.conversation.messages import Heard
 from turnmill.errors import LeaseLost, NotFound, Unauthorized
 from turnmill.ports import RecordStore, Write
 from turnmill.records import SampleRecord, SampleState, decode, encode, secret_key

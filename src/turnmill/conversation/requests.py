@@ -1,123 +1,72 @@
-"""What clients may ask, checked before anything happens: chat bodies and reports, from JSON to typed requests.
+"""What clients may ask, checked before anything happens: bodies of chats and of completions, as typed requests.
 
 A key that would change nothing is refused by name, never ignored: silence would let a client believe that it works.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
-from turnmill.conversation.branches import MAX_NESTING, is_nested_deeply, prefix_hashes, request_identity, text_of
+from turnmill.config import Config
+from turnmill.conversation.bodies import decoded, finite, flag, parts_of, short, text_at, whole
+from turnmill.conversation.branches import request_identity
+from turnmill.conversation.messages import Heard, Said, text_said
+from turnmill.conversation.tools import NO_TOOLS, Offered, parse_tool_choice
 from turnmill.errors import InvalidRequest
-from turnmill.records import InvalidReason, Sampling
+from turnmill.records import RunKind, Sampling
 
-ROLES = ("system", "user", "assistant", "tool")
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
-# Read elsewhere or without effect on what is sampled.
-PLAIN_KEYS = frozenset({"model", "messages", "request_id", "sample_id", "user", "metadata", "store"})
-MAX_TEXT = 4096
-# What an answer says that it is from where the client named none.
+# The run's model, for clients that name none, and for those that do not know which it is.
 DEFAULT_MODEL = "turnmill"
-# Requests of an attempt that are remembered: as many branches are gone on from without a full check.
-MAX_HEARD = 4
+MAX_CHOICES = 16
+MAX_STOPS, MAX_STOP_TEXT = 16, 256
+# OpenAI's default for completions.
+_TEXT_TOKENS = 16
+_SEEDS = (-(2**63), 2**63 - 1)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request body."""
-    value = _decoded(body)
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return value
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run offers its clients."""
 
+    # Of calls that say nothing else.
+    sampling: Sampling = Sampling()
+    # Names of its model.
+    models: tuple[str, ...] = (DEFAULT_MODEL,)
+    # A client's own sampling parameters are recorded with its calls; False: they are refused.
+    takes_sampling: bool = False
 
-def _decoded(raw: bytes | msgspec.Raw) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _no_json(error) from error
-
-
-def _parts(body: bytes) -> dict[str, msgspec.Raw]:
-    """The JSON object in a request body, its values as they came."""
-    try:
-        return _OBJECT.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest("the body must be a JSON object") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _no_json(error) from error
-
-
-def _no_json(error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"the body is not valid JSON: {error}")
-
-
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-# ---------------------------------------------------------------- chat
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """The messages of a request, checked; those that were checked before are not read again."""
-
-    # JSON array as it came.
-    raw: bytes
-    # The messages from index `start` on, as they came.
-    tail: list[Any]
-    start: int
-    # Prefix hashes of all messages.
-    hashes: list[bytes]
-    # Role of the last message.
-    last_role: str
-
-    def since(self, index: int) -> list[dict[str, Any]]:
-        """The messages from `index` on, with the keys that matter and their content as text."""
-        late = self.tail[index - self.start :] if index >= self.start else msgspec.json.decode(self.raw)[index:]
-        return [_message(item, index + offset) for offset, item in enumerate(late)]
-
-
-class Heard:
-    """The latest requests of one attempt. One that begins with the bytes of another is read from there on only.
-
-    So a turn costs the same however long the conversation is. Every client writes what it said before as it wrote it
-    then; for one that does not, each request is read as a whole.
-    """
-
-    def __init__(self) -> None:
-        # (JSON of the messages without the closing bracket, their prefix hashes, the last one's role), the latest last.
-        self._latest: list[tuple[bytes, list[bytes], str]] = []
-
-    def read(self, raw: bytes) -> Said:
-        """The JSON array of a request's messages; raises `InvalidRequest` for the first that is not served."""
-        known = max(
-            (entry for entry in self._latest if _goes_on(raw, entry[0])), key=lambda entry: len(entry[0]), default=None
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        kind: RunKind,
+        *,
+        served_model_names: Sequence[str] = (),
+        client_sampling: str = "refuse",
+    ) -> "Offer":
+        """What a run of this kind with these parameters offers."""
+        base = config.base_model
+        # A foreign trainer's model is known to it alone; of a folder only the name is anybody's business.
+        own = () if kind is RunKind.EXTERNAL else (PurePath(base).name,) if base.startswith("/") else (base,)
+        return cls(
+            sampling=Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
+            models=tuple(dict.fromkeys((DEFAULT_MODEL, *own, *served_model_names))),
+            takes_sampling=client_sampling == "record",
         )
-        tail: list[Any] = []
-        hashes: list[bytes] = []
-        last_role = ""
-        if known is None:
-            tail = _messages(_decoded(raw))
-        else:
-            hashes, last_role = list(known[1]), known[2]
-            rest = raw[len(known[0]) :].lstrip()
-            if rest != b"]":
-                tail = _messages(_decoded(b"[" + rest[1:]))
-            # Gone on from: in a conversation without branches one entry is all there is.
-            self._latest.remove(known)
-        start = len(hashes)
-        new = [_message(item, start + index) for index, item in enumerate(tail)]
-        hashes += prefix_hashes(new, hashes[-1] if hashes else b"")
-        last_role = new[-1]["role"] if new else last_role
-        self._latest = [*self._latest[1 - MAX_HEARD :], (raw[:-1].rstrip(), hashes, last_role)]
-        return Said(raw=raw, tail=tail, start=start, hashes=hashes, last_role=last_role)
 
+    def check_model(self, name: str | None) -> str:
+        """The name that an answer carries; raises `InvalidRequest` for a model that is not the run's.
 
-def _goes_on(raw: bytes, beginning: bytes) -> bool:
-    """The array begins with these messages and is at its end then, or has another message."""
-    return raw.startswith(beginning) and raw[len(beginning) : len(beginning) + 8].lstrip()[:1] in (b",", b"]")
+        A judge's call that came here by mistake must not be answered by the policy.
+        """
+        if name is not None and name not in self.models:
+            raise InvalidRequest(
+                f"the model {short(name)} is not served here; the run's model is {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name or DEFAULT_MODEL
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +81,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None
     # The sample that the client believes to play; None: not said.
     sample_id: str | None
-    # As the client sent them; None: none.
+    # In OpenAI's form, with what a template may render; None: none.
     tools: list[dict[str, Any]] | None = None
     # See `GenerateRequest.tool_choice`.
     tool_choice: str = "auto"
@@ -146,249 +95,216 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_token_ids: bool = False
 
 
+# Read elsewhere or without effect on what is sampled.
+_PLAIN = frozenset(
+    "model request_id sample_id user metadata store safety_identifier prompt_cache_key prompt_cache_retention".split()
+)
+_READ = frozenset(
+    "max_tokens temperature top_p top_k stop seed n stream stream_options return_token_ids tool_choice".split()
+)
+_READ_IN_CHATS = _READ | {"max_completion_tokens", "logprobs", "parallel_tool_calls"}
 # Keys that may be present with a value that asks for what happens anyway.
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "n": lambda value: value == 1,
-    "best_of": lambda value: value == 1,
-    "stream": lambda value: value is False,
-    "stream_options": lambda value: value is None,
-    "tools": lambda value: value == [],
-    "functions": lambda value: value == [],
-    "tool_choice": lambda value: value == "none",
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
-    "top_k": lambda value: value in (0, -1),
-    "top_p": lambda value: value == 1,
     "min_p": lambda value: value == 0,
-    "stop": lambda value: value == [],
     "presence_penalty": lambda value: value == 0,
     "frequency_penalty": lambda value: value == 0,
     "repetition_penalty": lambda value: value == 1,
-    "logprobs": lambda value: value is False,
-    "top_logprobs": lambda value: value == 0,
     "logit_bias": lambda value: value == {},
+}
+_NEUTRAL_IN_CHATS: dict[str, Callable[[Any], bool]] = {
+    **_NEUTRAL,
+    "functions": lambda value: value == [],
+    "function_call": lambda value: value == "none",
+    "top_logprobs": lambda value: value == 0,
     "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "service_tier": lambda value: value in ("auto", "default"),
+}
+_NEUTRAL_IN_TEXTS: dict[str, Callable[[Any], bool]] = {
+    **_NEUTRAL,
+    "echo": lambda value: value is False,
+    "suffix": lambda value: value == "",
+    "best_of": lambda value: value == 1,
+    "logprobs": lambda value: False,
 }
 _WHY = {
-    "n": "one choice a call is made",
-    "stream": "answers are not streamed",
-    "tools": "tools are not served",
+    "parallel_tool_calls": "the model samples freely and may call several tools in one answer; leave it out",
+    "response_format": "nothing constrains what the model samples; ask for a form in the prompt, or offer a tool",
+    "functions": "offer tools",
+    "function_call": "use tool_choice",
+    "top_logprobs": "the log-probs of the tokens that were sampled are all there is; leave it out",
+    "modalities": "only text is served",
+    "service_tier": "there is one; leave it out",
+    "echo": "the prompt is not said again; leave it out",
+    "suffix": "nothing is filled in between; leave it out",
+    "best_of": "all choices are told; leave it out",
+    "logprobs": "they are told in chats; leave it out",
 }
 
 
-def parse_chat(body: bytes, allowed: Sampling, heard: Heard) -> ChatRequest:
-    """A chat body against the run's sampling parameters; raises `InvalidRequest` naming the key."""
-    parts = _parts(body)
-    messages = parts.pop("messages", None)
-    raw = {key: _decoded(part) for key, part in parts.items()}
-    max_new_tokens = allowed.max_new_tokens
-    for key, value in raw.items():
-        if key in PLAIN_KEYS or value is None:
-            continue
-        if key in ("max_tokens", "max_completion_tokens"):
-            max_new_tokens = min(max_new_tokens, _token_limit(key, value, allowed.max_new_tokens))
-        elif key == "temperature":
-            if isinstance(value, bool) or value != allowed.temperature:
-                raise _not_allowed(key, value, f"the run samples at temperature {allowed.temperature:g}; leave it out")
-        elif key not in _NEUTRAL:
-            raise InvalidRequest(f"unknown parameter {key!r}", param=key)
-        elif not _NEUTRAL[key](value):
-            why = _WHY.get(key, "calls use the run's sampling parameters; leave it out")
-            raise _not_allowed(key, value, why)
-    sampling = (
-        allowed
-        if max_new_tokens == allowed.max_new_tokens
-        else msgspec.structs.replace(allowed, max_new_tokens=max_new_tokens)
-    )
-    said = heard.read(b"null" if messages is None else bytes(messages))
+def parse_chat(body: bytes, offer: Offer, heard: Heard) -> ChatRequest:
+    """A chat body against what the run offers; raises `InvalidRequest` naming the key."""
+    parts = parts_of(body)
+    messages, tools = parts.pop("messages", None), parts.pop("tools", None)
+    raw = {key: value for key, part in parts.items() if (value := decoded(part)) is not None}
+    model = offer.check_model(text_at(raw, "model"))
+    offered = NO_TOOLS if tools is None else heard.offered(bytes(tools))
+    wishes = _wishes(raw, offer, offered, is_text=False)
+    said = heard.read(b"null" if messages is None else bytes(messages), offered.start)
     if said.last_role == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's; a call answers a user, system or tool message", param="messages"
         )
+    return _request(said, raw, model, wishes, offered)
+
+
+def parse_text(body: bytes, offer: Offer) -> ChatRequest:
+    """A body of `/v1/completions`, as a chat whose one message is the text to go on with; raises as `parse_chat`."""
+    raw = {key: value for key, part in parts_of(body).items() if (value := decoded(part)) is not None}
+    model = offer.check_model(text_at(raw, "model"))
+    prompt = raw.pop("prompt", None)
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt:
+        raise InvalidRequest("prompt must be one text that is not empty; ask once for each", param="prompt")
+    raw.setdefault("max_tokens", min(_TEXT_TOKENS, offer.sampling.max_new_tokens))
+    return _request(text_said(prompt), raw, model, _wishes(raw, offer, NO_TOOLS, is_text=True), NO_TOOLS)
+
+
+class _Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks for beside an answer to its messages; the fields are those of `ChatRequest`."""
+
+    sampling: Sampling
+    tool_choice: str = "auto"
+    num_choices: int = 1
+    is_text: bool = False
+    is_streamed: bool = False
+    has_usage_chunk: bool = False
+    has_logprobs: bool = False
+    has_token_ids: bool = False
+
+
+def _request(said: Said, raw: dict[str, Any], model: str, wishes: _Wishes, offered: Offered) -> ChatRequest:
     return ChatRequest(
         said=said,
-        identity=request_identity(said.hashes[-1], sampling),
-        sampling=sampling,
-        model=_text(raw, "model") or DEFAULT_MODEL,
-        request_id=_text(raw, "request_id"),
-        sample_id=_text(raw, "sample_id"),
+        identity=request_identity(said.hashes[-1], wishes.sampling, wishes.tool_choice, wishes.num_choices),
+        sampling=wishes.sampling,
+        model=model,
+        request_id=text_at(raw, "request_id"),
+        sample_id=text_at(raw, "sample_id"),
+        tools=offered.tools,
+        tool_choice=wishes.tool_choice,
+        num_choices=wishes.num_choices,
+        is_text=wishes.is_text,
+        is_streamed=wishes.is_streamed,
+        has_usage_chunk=wishes.has_usage_chunk,
+        has_logprobs=wishes.has_logprobs,
+        has_token_ids=wishes.has_token_ids,
     )
 
 
-def _not_allowed(key: str, value: Any, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{key} = {_short(value)} is not served: {why}", param=key, code="unsupported_value")
+# ---------------------------------------------------------------- parameters
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _wishes(raw: dict[str, Any], offer: Offer, offered: Offered, *, is_text: bool) -> _Wishes:
+    """What the parameters of a body ask for; raises `InvalidRequest` for the first that is not served."""
+    if not raw.keys() - _PLAIN:
+        # As most bodies are: all is said in the messages.
+        return _Wishes(sampling=offer.sampling, is_text=is_text)
+    _check_keys(raw, is_text=is_text)
+    is_streamed = "stream" in raw and flag(raw["stream"], "stream")
+    if raw.get("parallel_tool_calls") is not None:
+        is_parallel = flag(raw["parallel_tool_calls"], "parallel_tool_calls")
+        if not is_parallel and offered.tools is not None:
+            raise _not_served("parallel_tool_calls", False)
+    return _Wishes(
+        sampling=_sampling(raw, offer),
+        tool_choice=parse_tool_choice(raw.get("tool_choice"), offered),
+        num_choices=whole(raw.get("n", 1), "n", 1, MAX_CHOICES),
+        is_text=is_text,
+        is_streamed=is_streamed,
+        has_usage_chunk=_has_usage_chunk(raw.get("stream_options"), is_streamed=is_streamed),
+        has_logprobs="logprobs" in raw and flag(raw["logprobs"], "logprobs"),
+        has_token_ids="return_token_ids" in raw and flag(raw["return_token_ids"], "return_token_ids"),
+    )
+
+
+def _check_keys(raw: dict[str, Any], *, is_text: bool) -> None:
+    read, neutral = (_READ, _NEUTRAL_IN_TEXTS) if is_text else (_READ_IN_CHATS, _NEUTRAL_IN_CHATS)
+    for key, value in raw.items():
+        if key in _PLAIN or key in read:
+            continue
+        if key not in neutral:
+            raise InvalidRequest(f"unknown parameter {key!r}", param=key)
+        if not neutral[key](value):
+            raise _not_served(key, value)
+
+
+def _not_served(key: str, value: Any, why: str | None = None) -> InvalidRequest:
+    why = why or _WHY.get(key, "calls use the run's sampling parameters; leave it out")
+    return InvalidRequest(f"{key} = {short(value)} is not served: {why}", param=key, code="unsupported_value")
+
+
+def _sampling(raw: dict[str, Any], offer: Offer) -> Sampling:
+    """The run's, with what the client may say itself."""
+    run = offer.sampling
+    limits = [
+        _token_limit(key, raw[key], run.max_new_tokens) for key in ("max_tokens", "max_completion_tokens") if key in raw
+    ]
+    sampling = Sampling(
+        temperature=_number(raw, "temperature", run.temperature, 0.0, 2.0),
+        top_p=_number(raw, "top_p", run.top_p, 0.0, 1.0),
+        top_k=max(0, whole(raw.get("top_k", run.top_k), "top_k", -1, 2**31 - 1)),
+        max_new_tokens=min(limits, default=run.max_new_tokens),
+        stop=_stops(raw.get("stop")),
+        seed=whole(raw["seed"], "seed", *_SEEDS) if "seed" in raw else None,
+    )
+    if sampling.top_p == 0.0:
+        raise InvalidRequest("top_p must be greater than 0", param="top_p")
+    for key in () if offer.takes_sampling else ("temperature", "top_p", "top_k"):
+        own = getattr(run, key)
+        if getattr(sampling, key) != own:
+            raise _not_served(key, raw[key], f"the run samples with {key} {own:g}; leave it out")
+    return sampling
+
+
+def _number(raw: dict[str, Any], key: str, default: float, least: float, most: float) -> float:
+    value = finite(raw.get(key, default))
+    if value is None or not least <= value <= most:
+        raise InvalidRequest(f"{key} must be a number from {least:g} to {most:g}, not {short(raw[key])}", param=key)
+    return value
 
 
 def _token_limit(key: str, value: Any, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(f"{key} must be a positive integer, not {_short(value)}", param=key)
+        raise InvalidRequest(f"{key} must be a positive integer, not {short(value)}", param=key)
     if value > most:
-        raise _not_allowed(key, value, f"the run allows at most {most} new tokens a call")
+        raise _not_served(key, value, f"the run allows at most {most} new tokens a call")
     return value
 
 
-def _text(raw: dict[str, Any], key: str) -> str | None:
-    value = raw.get(key)
-    if value is not None and (not isinstance(value, str) or len(value) > MAX_TEXT):
-        raise InvalidRequest(f"{key} must be a text of at most {MAX_TEXT} characters", param=key)
-    return value
-
-
-def _messages(value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    return value
-
-
-def _message(value: Any, index: int) -> dict[str, Any]:
-    """The message with the keys that matter, its content as one text."""
-    if type(value) is dict and len(value) == 2 and value.get("role") in ROLES and type(value.get("content")) is str:
-        return value
-    where = f"messages[{index}]"
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be an object", param=where)
-    role = value.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role = {_short(role)} is none of {', '.join(ROLES)}", param=f"{where}.role")
-    for key, item in value.items():
-        # Client libraries send back what they received, with null for each field that they know.
-        if key not in MESSAGE_KEYS and item is not None and item != []:
-            raise InvalidRequest(f"{where}.{key} is not served", param=f"{where}.{key}")
-    message: dict[str, Any] = {"role": role, "content": _content(value.get("content"), f"{where}.content")}
-    for key in ("name", "tool_call_id"):
-        if value.get(key) is not None:
-            if not isinstance(value[key], str):
-                raise InvalidRequest(f"{where}.{key} must be a text", param=f"{where}.{key}")
-            message[key] = value[key]
-    if value.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(value["tool_calls"], f"{where}.tool_calls")
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a text or a list of text parts", param=where)
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}: parts of type {_short(kind)} are not served, only text", param=where)
-    return text_of(value)
-
-
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    def is_call(item: Any) -> bool:
-        function = item.get("function") if isinstance(item, dict) else None
-        return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-    if not isinstance(value, list) or not all(map(is_call, value)):
-        raise InvalidRequest(f"{where} must be a list of calls with function.name and function.arguments", param=where)
-    if is_nested_deeply(value):
-        raise InvalidRequest(f"{where} is nested more than {MAX_NESTING} deep", param=where)
-    return value
-
-
-# ---------------------------------------------------------------- reports
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a worker says about the end of an attempt: a score, or a reason why there is none."""
-
-    sample_id: str
-    score: float | None
-    metrics: dict[str, float]
-    reason: InvalidReason | None
-    stop_reason: str | None
-    detail: str | None
-
-    def check_range(self, rewards: dict[str, list[float]]) -> None:
-        """Raises `InvalidRequest` for a score outside `rewards["range"]`."""
-        low, high = rewards["range"]
-        if self.score is not None and not low <= self.score <= high:
-            raise InvalidRequest(
-                f"aggregate_reward_score {self.score:g} is outside the range {low:g} to {high:g} of the request",
-                param="aggregate_reward_score",
-            )
-
-
-_REPORT_KEYS = ("id", "aggregate_reward_score", "metrics_list")
-_REPORT_OPTIONAL = ("reason", "stop_reason", "detail")
-
-
-def parse_report(body: bytes) -> Report:
-    """A report body; raises `InvalidRequest` naming the key."""
-    raw = parse_object(body)
-    for key in _REPORT_KEYS:
-        if key not in raw:
-            raise InvalidRequest(f"a report needs {', '.join(_REPORT_KEYS)}; {key} is missing", param=key)
-    for key in raw:
-        if key not in _REPORT_KEYS + _REPORT_OPTIONAL:
-            raise InvalidRequest(f"unknown key {key!r}", param=key)
-    score = raw["aggregate_reward_score"]
-    if score is not None:
-        score = _number(score, "aggregate_reward_score")
-    reason = _text(raw, "reason")
-    if reason is not None and reason not in [*InvalidReason]:
-        raise InvalidRequest(f"reason {reason!r} is none of {', '.join(InvalidReason)}", param="reason")
-    if (score is None) != (reason is not None):
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_TEXT for stop in stops
+    ):
         raise InvalidRequest(
-            "a report has either a score or a reason: null as aggregate_reward_score needs a reason "
-            f"({', '.join(InvalidReason)}), and a score excludes one",
-            param="reason",
+            f"stop must be a text or a list of texts, each of 1 to {MAX_STOP_TEXT} characters", param="stop"
         )
-    sample_id, detail = _text(raw, "id"), raw.get("detail")
-    if detail is not None and not isinstance(detail, str):
-        raise InvalidRequest("detail must be a text", param="detail")
-    if not sample_id:
-        raise InvalidRequest("id must be the id of the sample", param="id")
-    return Report(
-        sample_id=sample_id,
-        score=score,
-        metrics=_metrics(raw["metrics_list"]),
-        reason=InvalidReason(reason) if reason is not None else None,
-        stop_reason=_text(raw, "stop_reason"),
-        # For people only, so its beginning is better than a refused report.
-        detail=detail[:MAX_TEXT] if detail else None,
-    )
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop holds at most {MAX_STOPS} texts", param="stop")
+    return tuple(stops)
 
 
-def _number(value: Any, where: str) -> float:
-    number = finite(value)
-    if number is None:
-        raise InvalidRequest(f"{where} must be a finite number, not {_short(value)}", param=where)
-    return number
-
-
-def finite(value: Any) -> float | None:
-    """The number that a client sent; None for what is none, or beyond a float: JSON's integers have no end."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _metrics(value: Any) -> dict[str, float]:
-    if not isinstance(value, list):
-        raise InvalidRequest("metrics_list must be a list", param="metrics_list")
-    metrics: dict[str, float] = {}
-    for index, item in enumerate(value):
-        where = f"metrics_list[{index}]"
-        if not isinstance(item, dict) or item.keys() != {"name", "value", "type"}:
-            raise InvalidRequest(f"{where} must have name, value and type", param=where)
-        if not isinstance(item["name"], str) or not item["name"]:
-            raise InvalidRequest(f"{where}.name must be a text", param=f"{where}.name")
-        if item["type"] not in ("Reward", "Metric"):
-            raise InvalidRequest(f"{where}.type must be Reward or Metric", param=f"{where}.type")
-        if item["name"] in metrics:
-            raise InvalidRequest(f"{where}.name {item['name']!r} is there twice", param=f"{where}.name")
-        metrics[item["name"]] = _number(item["value"], f"{where}.value")
-    return metrics
+def _has_usage_chunk(value: Any, *, is_streamed: bool) -> bool:
+    if value is None:
+        return False
+    if not is_streamed:
+        raise InvalidRequest("stream_options are for streams only", param="stream_options")
+    options = value if isinstance(value, dict) else {"": value}
+    asked = {key: item for key, item in options.items() if item is not None}
+    if asked.keys() - {"include_usage", "include_obfuscation"} or asked.get("include_obfuscation", False) is not False:
+        raise InvalidRequest("stream_options may hold include_usage, true or false", param="stream_options")
+    return flag(asked.get("include_usage", False), "stream_options.include_usage")

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from turnmill.conversation.bodies import finite
 from turnmill.conversation.foreign import find_occurrence
 from turnmill.conversation.history import checked_ask, checked_call, read_asks, write_calls
-from turnmill.conversation.requests import finite
 from turnmill.errors import GenerationFailed, RecordCorrupt
 from turnmill.ports import RunPorts, Stored, Write
 from turnmill.records import (

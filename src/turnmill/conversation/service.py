@@ -15,11 +15,12 @@ from typing import Any
 from turnmill.config import Config
 from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.leases import Lease, Leases
-from turnmill.conversation.registry import hash_secret, same_hash
-from turnmill.conversation.requests import ChatRequest, Report
+from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
+from turnmill.conversation.reports import Report
+from turnmill.conversation.requests import ChatRequest, Offer
 from turnmill.errors import BackendUnavailable, Conflict, InvalidRequest, LeaseLost, ShuttingDown, Unauthorized
 from turnmill.ports import Leased, RunPorts, Write
-from turnmill.records import Run, SampleRecord, SampleState, Sampling, StopReason, WorkerStatus, encode
+from turnmill.records import Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
 # Returns when the client has gone away.
@@ -46,10 +47,14 @@ class Service(ABC):
     `base_url` is where workers reach the chat route; set it before the first lease.
     """
 
+    # One process serves the run: whoever comes back comes back to it.
+    is_lone = False
+    _registry: Registry
+
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self.sampling = Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+        self.offer = Offer.of(config, run.kind)
         self._ports = ports
         self._run = run
         self._leases = leases
@@ -61,8 +66,11 @@ class Service(ABC):
     # ------------------------------------------------------------ what differs
 
     @abstractmethod
-    def parse(self, secret: str, body: bytes) -> ChatRequest:
-        """A chat body as the attempt of this secret may send it; raises `InvalidRequest` naming the key."""
+    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+        """A body of chat completions, or of completions, as the attempt of this secret may send it.
+
+        Raises `InvalidRequest` naming the key.
+        """
 
     @abstractmethod
     async def chat(
@@ -85,6 +93,14 @@ class Service(ABC):
     @abstractmethod
     async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending:
         """What has become of a chat that was `Pending`. Raises like `chat`, or `NotFound` for another step."""
+
+    async def models(self, secret: str) -> tuple[Sequence[str], float]:
+        """The names of the run's model, and since when it is there (Unix seconds), for whoever has a chat secret.
+
+        Raises `Unauthorized`.
+        """
+        await self._registry.sample_key(secret, SecretKind.CHAT)
+        return self.offer.models, self._run.created_at
 
     @abstractmethod
     async def report(self, secret: str, report: Report) -> None:

@@ -24,7 +24,8 @@ from turnmill.conversation.calls import Calls
 from turnmill.conversation.history import ended_message, write_samples
 from turnmill.conversation.leases import CALL_RANGE, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
-from turnmill.conversation.requests import ChatRequest, Report, parse_chat
+from turnmill.conversation.reports import Report
+from turnmill.conversation.requests import ChatRequest, parse_chat, parse_text
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
 from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost, NotFound
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 class Sessions(Service):
     """One process serves the run: `async with Sessions(...)` does until it is left."""
+
+    is_lone = True
 
     def __init__(self, ports: RunPorts, *, run: Run, config: Config) -> None:
         if run.kind is RunKind.EXTERNAL:
@@ -100,9 +103,9 @@ class Sessions(Service):
 
     # ------------------------------------------------------------ chat
 
-    def parse(self, secret: str, body: bytes) -> ChatRequest:
+    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """See `Service.parse`."""
-        return parse_chat(body, self.sampling, self._registry.heard(secret))
+        return parse_text(body, self.offer) if is_text else parse_chat(body, self.offer, self._registry.heard(secret))
 
     async def chat(
         self,

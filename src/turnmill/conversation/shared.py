@@ -40,8 +40,10 @@ from turnmill.conversation.history import (
     write_samples,
 )
 from turnmill.conversation.leases import Leases, OnDead
+from turnmill.conversation.messages import Heard
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
-from turnmill.conversation.requests import ChatRequest, Heard, Report, parse_chat
+from turnmill.conversation.reports import Report
+from turnmill.conversation.requests import ChatRequest, parse_chat, parse_text
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
 from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import BackendUnavailable, CallTimeout, LeaseLost, NotFound, RecordCorrupt, ShuttingDown
@@ -106,9 +108,9 @@ class SharedSessions(Service):
 
     # ------------------------------------------------------------ chat
 
-    def parse(self, secret: str, body: bytes) -> ChatRequest:
+    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """See `Service.parse`."""
-        return parse_chat(body, self.sampling, Heard())
+        return parse_text(body, self.offer) if is_text else parse_chat(body, self.offer, Heard())
 
     async def chat(
         self,

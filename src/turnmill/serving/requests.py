@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from turnmill.conversation.requests import Heard, finite, parse_object
+from turnmill.conversation.bodies import finite, parse_object
+from turnmill.conversation.messages import Heard
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling
 

@@ -287,7 +287,7 @@ class World:
         """Texts are the user's, dicts are messages; `headers` are sent as such, the rest goes into the body."""
         headers = more.pop("headers", {})
         turns = [{"role": "user", "content": item} if isinstance(item, str) else item for item in messages]
-        body = {"model": "policy", "messages": turns, **more}
+        body = {"model": "turnmill", "messages": turns, **more}
         return await self.post(f"{rollout['base_url']}/chat/completions", body, **headers)
 
     async def report(self, rollout: dict[str, Any], score: float | None = 1.0, **more: Any) -> HttpAnswer:
@@ -315,11 +315,17 @@ class World:
         await self.ports.rollout_request.release([(await self.sample()).receipt or ""])
 
     @asynccontextmanager
-    async def restarted(self) -> AsyncIterator["World"]:
-        """The same run served by a fresh proxy, beside the first one, which is left alone."""
-        async with _proxy(self.ports, self.config, self.form) as (service, url):
+    async def restarted(self, **options: Any) -> AsyncIterator["World"]:
+        """The same run served by a fresh proxy, beside the first one, which is left alone; `options` of its app."""
+        async with _proxy(self.ports, self.config, self.form, **options) as (service, url):
             # The attempt's own paths, at the new address.
             yield replace(self, services=(service,), urls=(url,))
+
+    @asynccontextmanager
+    async def beside(self, **options: Any) -> AsyncIterator["World"]:
+        """Another server of the same sessions, whose app has these options; it stops them when it is left."""
+        async with serve(create_app(self.services[0], **options)) as port:
+            yield replace(self, urls=(f"http://127.0.0.1:{port}",))
 
     def here(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """A rollout whose base_url points to this proxy."""
@@ -340,18 +346,23 @@ RUN = Run(
 
 @asynccontextmanager
 async def _proxy(
-    ports: RunPorts, config: Config, form: Form, run: Run = RUN, dead: list[SampleRecord] | None = None
+    ports: RunPorts,
+    config: Config,
+    form: Form,
+    run: Run = RUN,
+    dead: list[SampleRecord] | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Service, str]]:
     async def on_dead(sample: SampleRecord) -> None:
         if dead is not None:
             dead.append(sample)
 
     if form is Form.LONE:
-        async with Sessions(ports, run=run, config=config) as sessions, serve(create_app(sessions)) as port:
+        async with Sessions(ports, run=run, config=config) as sessions, serve(create_app(sessions, **options)) as port:
             yield sessions, f"http://127.0.0.1:{port}"
     else:
         shared = SharedSessions(ports, run=run, config=config, on_dead=on_dead)
-        async with serve(create_app(shared)) as port:
+        async with serve(create_app(shared, **options)) as port:
             yield shared, f"http://127.0.0.1:{port}"
 
 

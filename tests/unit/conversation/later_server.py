@@ -22,7 +22,7 @@ def completion_of(body: dict[str, Any], step_id: str, kind: str = "chat.completi
     text = f"answer {step_id} to {len(said or ())}"
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "logprobs": None}
     choice |= {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
-    return {"id": step_id, "object": kind, "created": 1, "model": "policy", "choices": [choice]}
+    return {"id": step_id, "object": kind, "created": 1, "model": "turnmill", "choices": [choice]}
 
 
 def plain(completion: dict[str, Any]) -> web.Response:
@@ -30,7 +30,7 @@ def plain(completion: dict[str, Any]) -> web.Response:
 
 
 def in_progress_form(completion: dict[str, Any]) -> web.Response:
-    bare = {"choices": completion["choices"], "model": "policy"}
+    bare = {"choices": completion["choices"], "model": "turnmill"}
     return web.json_response({"status": "completed", "result": bare})
 
 

@@ -16,7 +16,7 @@ from tests.unit.conversation.conftest import CONFIG, RUN, RUN_ID
 from tests.unit.conversation.talking import request_of, user
 from turnmill.backends.embedded import open_run
 from turnmill.conversation.foreign import open_occurrence
-from turnmill.conversation.requests import parse_report
+from turnmill.conversation.reports import parse_report
 from turnmill.conversation.shared import SharedSessions
 from turnmill.records import RunKind, encode
 

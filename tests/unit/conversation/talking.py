@@ -15,7 +15,8 @@ import msgspec
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.branches import canonical, conversation_start, prefix_hashes, request_identity
 from turnmill.conversation.history import checked_call, read_calls
-from turnmill.conversation.requests import ChatRequest, Said
+from turnmill.conversation.messages import Said
+from turnmill.conversation.requests import ChatRequest
 from turnmill.conversation.service import Service
 from turnmill.ports import RecordStore
 from turnmill.records import (

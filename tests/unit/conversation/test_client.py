@@ -15,14 +15,14 @@ from aiohttp import web
 from turnmill.conversation.client import ChatClient, LeasedRollout, Retry, RolloutApi
 from turnmill.conversation.http import HttpClient
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
-from turnmill.records import FinishReason, InvalidReason, RolloutRequest, RolloutResult, StopReason
+from turnmill.records import FinishReason, InvalidReason, ReplyTokens, RolloutRequest, RolloutResult, StopReason
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-COMPLETION = {
+COMPLETION: dict[str, Any] = {
     "id": "t_0_0",
     "object": "chat.completion",
     "created": 1,
-    "model": "policy",
+    "model": "turnmill",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "crane"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
 }
@@ -156,7 +156,7 @@ async def test_a_completion_becomes_a_reply() -> None:
     assert reply.message == {"role": "assistant", "content": "crane"}
     assert reply.usage["total_tokens"] == 5
     assert server.paths == [f"/a/{SECRET}/v1/chat/completions"]
-    assert server.bodies == [{"model": "policy", "messages": MESSAGES, "max_tokens": 5}]
+    assert server.bodies == [{"model": "turnmill", "messages": MESSAGES, "max_tokens": 5}]
 
 
 async def test_a_reply_without_text_has_empty_content() -> None:
@@ -216,6 +216,65 @@ async def test_a_server_that_is_not_there_yet_is_tried_again() -> None:
         await late.cleanup()
 
 
+def busy(**headers: str) -> Answer:
+    async def give(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=429, text="<html>later</html>", headers=headers)
+
+    return give
+
+
+async def test_a_busy_server_is_waited_for_as_long_as_it_says_and_as_long_as_it_takes() -> None:
+    fast = Retry(for_s=0.0, first_s=0.001, most_s=0.01)
+    wishes = [busy(), busy(), busy(**{"Retry-After": "1"}), busy(**{"Retry-After": "soon"})]
+    async with serving(*wishes, OK) as (server, session):
+        started = time.monotonic()
+        client = chat_client(server, session, retry=fast, deadline=started + 30)
+        assert (await client.complete(MESSAGES)).content == "crane"
+        assert time.monotonic() - started >= 1.0
+
+    assert len(set(server.keys)) == 1
+
+
+async def test_without_a_deadline_a_busy_server_is_tried_as_any_other() -> None:
+    async with serving(*[busy()] * 1000) as (server, session):
+        client = chat_client(server, session, retry=Retry(for_s=0.1, first_s=0.01, most_s=0.02))
+        with pytest.raises(BackendUnavailable, match="HTTP 429"):
+            await client.complete(MESSAGES)
+
+
+MEASURED: dict[str, Any] = {
+    **COMPLETION,
+    "prompt_token_ids": [1, 2, 3],
+    "choices": [
+        {
+            **COMPLETION["choices"][0],
+            "token_ids": [4, 5],
+            "logprobs": {"content": [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:5", "logprob": -1}]},
+        }
+    ],
+}
+
+
+async def test_the_tokens_are_in_the_reply_of_who_asked_for_them() -> None:
+    async with serving(answer(200, MEASURED), answer(200, MEASURED)) as (server, session):
+        client = chat_client(server, session)
+        reply = await client.complete(MESSAGES, return_token_ids=True, tools=[])
+        assert reply.tokens == ReplyTokens(prompt_ids=[1, 2, 3], sampled_ids=[4, 5], logprobs=[-0.5, -1.0])
+        assert (await client.complete(MESSAGES)).tokens is None
+
+    asked = {"return_token_ids": True, "logprobs": True, "tools": []}
+    assert server.bodies[0] == {"model": "turnmill", "messages": MESSAGES, **asked}
+
+
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])
+async def test_tokens_that_are_missing_are_a_failed_generation(missing: str) -> None:
+    choice = {name: value for name, value in MEASURED["choices"][0].items() if name != missing}
+    body = {**{name: value for name, value in MEASURED.items() if name != missing}, "choices": [choice]}
+    async with serving(answer(200, body)) as (server, session):
+        with pytest.raises(GenerationFailed, match="tokens that were asked for"):
+            await chat_client(server, session).complete(MESSAGES, return_token_ids=True)
+
+
 async def test_repeating_ends_with_the_time_for_it() -> None:
     async with serving(*[page(503)] * 1000) as (server, session):
         client = chat_client(server, session, retry=Retry(for_s=0.1, first_s=0.01, most_s=0.02))
@@ -242,9 +301,9 @@ async def test_the_deadline_ends_an_exchange_that_hangs() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 422])
 async def test_a_refused_request_is_not_repeated(status: int) -> None:
-    async with serving(error(status, "invalid_request", "no streaming")) as (server, session):
-        with pytest.raises(InvalidInput, match="no streaming"):
-            await chat_client(server, session).complete(MESSAGES, stream=True)
+    async with serving(error(status, "invalid_request", "too hot")) as (server, session):
+        with pytest.raises(InvalidInput, match="too hot"):
+            await chat_client(server, session).complete(MESSAGES, temperature=2)
 
     assert len(server.keys) == 1
 

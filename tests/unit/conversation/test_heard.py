@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from turnmill.conversation.branches import MAX_NESTING, prefix_hashes
-from turnmill.conversation.requests import MAX_HEARD, Heard, parse_chat
+from turnmill.conversation.messages import MAX_HEARD, Heard
+from turnmill.conversation.requests import Offer, parse_chat
 from turnmill.errors import InvalidRequest
-from turnmill.records import Sampling, encode
+from turnmill.records import encode
 
 
 def hashes_of(heard: Heard, messages: list[dict[str, Any]]) -> list[bytes]:
@@ -50,6 +51,10 @@ def in_full(messages: list[Any]) -> list[bytes] | str:
     except InvalidRequest as error:
         return str(error)
     plain = [{**message, "content": text(message.get("content"))} for message in messages]
+    for call in (call for message in plain for call in message.get("tool_calls") or ()):
+        # A call without arguments has none.
+        if call["function"]["arguments"] is None:
+            call["function"] = {**call["function"], "arguments": "{}"}
     assert hashes == prefix_hashes(plain)
     return hashes
 
@@ -62,7 +67,8 @@ def some_message(draw: random.Random) -> Any:
     kind = draw.random()
     if kind < 0.4:
         content = draw.choice(["a", "a ", "b", "a,", "]", "\\", '"', ""])
-        return {"role": draw.choice(["user", "system", "tool"]), "content": content}
+        role = draw.choice(["user", "system", "tool"])
+        return {"role": role, "content": content, **({"tool_call_id": "1"} if role == "tool" else {})}
     if kind < 0.5:
         return {"content": draw.choice("ab"), "role": "user"}
     if kind < 0.65:
@@ -70,7 +76,7 @@ def some_message(draw: random.Random) -> Any:
         return {"role": "user", "content": [{"type": "text", "text": part} for part in parts]}
     if kind < 0.9:
         function = {"name": "f", "arguments": draw.choice([*VALUES, *ARGUMENTS])}
-        calls = [{"id": draw.choice(VALUES), "function": function}]
+        calls = [{"id": draw.choice("12"), "function": function}]
         return {"role": "assistant", "content": draw.choice([None, "x"]), "tool_calls": calls}
     if kind < 0.95:
         return {"role": "user", "content": "a", "name": draw.choice("nm")}
@@ -167,21 +173,21 @@ def body_with(arguments: str) -> bytes:
 @pytest.mark.parametrize("depth", [MAX_NESTING, 400, 900])
 def test_arguments_that_are_nested_deeply_are_refused_before_anybody_else_reads_them(depth: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"messages\[0\]\.tool_calls is nested more than {MAX_NESTING} deep"):
-        parse_chat(body_with(nested(depth)), Sampling(), Heard())
+        parse_chat(body_with(nested(depth)), Offer(), Heard())
 
 
 @pytest.mark.parametrize("depth", [1, 10, 900, 2000, 200_000])
 def test_arguments_as_text_may_be_nested_as_they_like(depth: int) -> None:
-    request = parse_chat(body_with(encode(nested(depth)).decode()), Sampling(), Heard())
-    again = parse_chat(body_with(encode(f" {nested(depth)}\n").decode()), Sampling(), Heard())
-    other = parse_chat(body_with(encode(nested(depth - 1) or "0").decode()), Sampling(), Heard())
+    request = parse_chat(body_with(encode(nested(depth)).decode()), Offer(), Heard())
+    again = parse_chat(body_with(encode(f" {nested(depth)}\n").decode()), Offer(), Heard())
+    other = parse_chat(body_with(encode(nested(depth - 1) or "0").decode()), Offer(), Heard())
     assert request.said.hashes == again.said.hashes != other.said.hashes
 
 
 @pytest.mark.parametrize("wrap", [lambda text: text, lambda text: f'"{text}"'], ids=["json", "text"])
 def test_a_body_that_no_reader_can_hold_is_a_bad_request(wrap: Callable[[str], str]) -> None:
     with pytest.raises(InvalidRequest):
-        parse_chat(body_with(wrap(nested(3000)) + "]"), Sampling(), Heard())
+        parse_chat(body_with(wrap(nested(3000)) + "]"), Offer(), Heard())
 
 
 @pytest.mark.parametrize("separator", [b",", b" , ", b",\n    "])

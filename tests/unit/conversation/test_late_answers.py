@@ -96,7 +96,7 @@ async def test_openais_client_loses_nothing_and_samples_nothing_twice(world: "Wo
         ) as client:
 
             async def complete(messages: list[Any]) -> str:
-                completion = await client.chat.completions.create(model="policy", messages=messages)
+                completion = await client.chat.completions.create(model="turnmill", messages=messages)
                 return completion.choices[0].message.content or ""
 
             assert await play(complete) == exact()
@@ -135,7 +135,7 @@ async def test_a_client_that_prefers_not_to_wait_is_sent_away_and_comes_back(wor
     ) as client:
         world.replica.may_answer.clear()
         call = asyncio.create_task(
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+            client.chat.completions.create(model="turnmill", messages=[{"role": "user", "content": "hello"}])
         )
         await world.replica.was_asked.wait()
         world.replica.may_answer.set()
@@ -153,4 +153,4 @@ async def test_a_failed_call_fails_later_too(world: "World", code: str) -> None:
         base_url = url + rollout["base_url"][rollout["base_url"].index("/a/") :]
         async with AsyncTurnmillClient(base_url=base_url, poll_interval_s=0.01) as client:
             with pytest.raises(openai.APIStatusError, match="out of luck"):
-                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+                await client.chat.completions.create(model="turnmill", messages=[{"role": "user", "content": "hello"}])

@@ -24,6 +24,7 @@ from tests.unit.conversation.later_server import (
     shaped,
     silent,
 )
+from tests.unit.conversation.speech import WEATHER, calling, spoken
 from turnmill import AsyncTurnmillClient, PollingHttpClient
 from turnmill.environment.wordle import feedback, parse_guess
 from turnmill.errors import InvalidInput
@@ -40,7 +41,7 @@ def client_of(server: Later, **options: Any) -> AsyncTurnmillClient:
 
 
 async def say(client: openai.AsyncOpenAI, **options: Any) -> ChatCompletion:
-    completion: ChatCompletion = await client.chat.completions.create(model="policy", messages=MESSAGES, **options)
+    completion: ChatCompletion = await client.chat.completions.create(model="turnmill", messages=MESSAGES, **options)
     return completion
 
 
@@ -51,7 +52,7 @@ async def play_wordle(client: openai.AsyncOpenAI, opening: list[Any], answer: st
     """An agent as anybody writes it for OpenAI: it knows nothing of Turnmill."""
     messages = list(opening)
     for turn in range(6):
-        completion = await client.chat.completions.create(model="gpt-any", messages=messages)
+        completion = await client.chat.completions.create(model="turnmill", messages=messages)
         message = completion.choices[0].message
         messages.append({"role": "assistant", "content": message.content})
         guess = parse_guess(message.content or "")
@@ -106,8 +107,8 @@ async def test_a_rollout_without_a_reward_is_reported_with_its_reason(world: "Wo
 async def test_refusals_are_openais_errors_and_are_not_repeated(world: "World") -> None:
     rollout = await world.begin()
     async with AsyncTurnmillClient(base_url=rollout["base_url"], report_secret=rollout["report_secret"]) as client:
-        with pytest.raises(openai.BadRequestError, match="answers are not streamed"):
-            await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.NotFoundError, match="'gpt-judge' is not served here"):
+            await client.chat.completions.create(model="gpt-judge", messages=MESSAGES)
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await say(client, temperature=0.1)
         with pytest.raises(openai.BadRequestError, match="outside the range"):
@@ -170,15 +171,15 @@ async def test_progress_may_be_told_with_200_at_first_and_while_it_is_pending() 
 
 async def test_everything_of_the_openai_client_works_on_answers_that_come_later() -> None:
     async with later() as server, client_of(server) as client:
-        raw = await client.chat.completions.with_raw_response.create(model="policy", messages=MESSAGES)
+        raw = await client.chat.completions.with_raw_response.create(model="turnmill", messages=MESSAGES)
         assert raw.status_code == 200
         assert raw.http_request.method == "POST"
         assert raw.elapsed.total_seconds() >= 0
         assert raw.parse().id == "task/ö_0_0"
         streaming = client.chat.completions.with_streaming_response
-        async with streaming.create(model="policy", messages=MESSAGES) as response:
+        async with streaming.create(model="turnmill", messages=MESSAGES) as response:
             assert json.loads(await response.read())["id"] == "task/ö_0_1"
-        text = await client.completions.create(model="policy", prompt="hello")
+        text = await client.completions.create(model="turnmill", prompt="hello")
         assert text.choices[0].text == "answer task/ö_0_2 to 5"
         tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
         await say(client, tools=tools, tool_choice="auto", extra_body={"sample_id": "task_0"})
@@ -305,10 +306,59 @@ async def test_a_202_that_names_no_step_is_an_error() -> None:
             await say(client)
 
 
-async def test_a_stream_can_not_come_later() -> None:
-    async with later() as server, client_of(server) as client:
-        with pytest.raises(InvalidInput, match="leave stream out"):
-            await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
+@pytest.mark.parametrize("form", [None, in_progress_form])
+async def test_a_stream_that_comes_later_is_made_of_the_answer(form: Any) -> None:
+    async with later(**({"form": form} if form else {})) as server, client_of(server) as client:
+        stream = await client.chat.completions.create(model="turnmill", messages=MESSAGES, stream=True)
+        chunks = [chunk async for chunk in stream]
+        text = await client.completions.create(model="turnmill", prompt="hello", stream=True)
+        pieces = [chunk.choices[0].text async for chunk in text]
+
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "answer task/ö_0_0 to 1"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert "".join(pieces) == "answer task/ö_0_1 to 5"
+    assert [method for method, _, _ in server.requests] == ["POST", "GET", "GET", "GET"] * 2
+    # It says that it may be sent away.
+    assert server.requests[0][2]["prefer"] == "wait=20"
+
+
+async def test_a_stream_that_failed_later_is_openais_error() -> None:
+    def failed(completion: dict[str, Any]) -> web.Response:
+        return web.json_response({"status": "failed", "error": {"code": "engine_failed", "message": "out of luck"}})
+
+    async with later(form=failed) as server, client_of(server) as client:
+        with pytest.raises(openai.InternalServerError, match="out of luck"):
+            await client.chat.completions.create(model="turnmill", messages=MESSAGES, stream=True)
+
+    assert server.num_sampled == 1
+
+
+@pytest.mark.parametrize("hold_s", [None, 0.0])
+async def test_streams_with_tools_come_from_a_proxy_that_holds_and_from_one_that_does_not(
+    world: "World", hold_s: float | None
+) -> None:
+    world.replica.make = spoken
+    script = [calling(("weather", {"city": "Rome"})), "Warm."]
+    world.replica.reply = lambda request: script[int(request.step_id.rpartition("_")[2])]
+    rollout = await world.begin()
+    messages = list(MESSAGES)
+    async with (
+        world.beside(hold_s=hold_s) as other,
+        AsyncTurnmillClient(base_url=other.here(rollout)["base_url"]) as client,
+    ):
+        for _ in script:
+            async with client.chat.completions.stream(
+                model="turnmill", messages=messages, tools=[WEATHER], stream_options={"include_usage": True}
+            ) as stream:
+                completion = await stream.get_final_completion()
+            message = completion.choices[0].message
+            calls = [{**call.to_dict(), "function": call.function.to_dict()} for call in message.tool_calls or []]
+            messages.append({"role": "assistant", "content": message.content, "tool_calls": calls or None})
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "30"} for call in calls]
+            assert completion.usage is not None and completion.usage.completion_tokens == 2
+    assert message.content == "Warm."
+    assert [request.parent for request in world.replica.requests] == [None, "task_0_0"]
+    assert world.counts.num_forks == 0
 
 
 class Stamp(httpx2.Auth):

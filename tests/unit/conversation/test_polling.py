@@ -124,7 +124,7 @@ async def test_the_time_of_a_call_that_nobody_waits_for_is_over_too(world_of: "W
 async def test_the_secret_may_come_as_a_bearer_token(world: "World") -> None:
     rollout = await world.begin()
     secret = rollout["base_url"].split("/")[-2]
-    body = {"model": "policy", "messages": [{"role": "user", "content": "Guess."}], "sample_id": "task_0"}
+    body = {"model": "turnmill", "messages": [{"role": "user", "content": "Guess."}], "sample_id": "task_0"}
     answer = await world.post("/v1/chat/completions", body, token=secret, Prefer="wait=20")
     assert (answer.status, answer.body["id"]) == (200, "task_0_0")
     assert (await world.get("/v1/chat/completions/task_0_0", token=secret)).body["choices"] == answer.body["choices"]
@@ -150,7 +150,7 @@ async def test_the_server_holds_nobody_for_longer_than_it_says(world: "World") -
     async with serve(create_app(world.services[0], hold_s=0.05)) as port:
         path = rollout["base_url"].removeprefix(world.urls[0]).removeprefix(world.urls[-1])
         url = f"http://127.0.0.1:{port}{path}/chat/completions"
-        body = {"model": "policy", "messages": [{"role": "user", "content": "Guess."}]}
+        body = {"model": "turnmill", "messages": [{"role": "user", "content": "Guess."}]}
         step = step_in(await world.post(url, body))
         assert step_in(await world.post(url, body, Prefer="wait=100")) != step
         assert step_in(await world.get(f"{url}/{step}", Prefer="wait=100")) == step

@@ -338,11 +338,11 @@ async def test_a_file_that_cannot_be_written_ends_the_serving_instead_of_letting
 
 
 async def test_five_hundred_connections_are_served_at_once(lone_world: "World") -> None:
-    rollout = await lone_world.begin()
+    rollouts = [await lone_world.begin(f"task_{index}") for index in range(10)]
     lone_world.replica.may_answer.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         many = replace(lone_world, http=http)
-        calls = [asyncio.create_task(many.chat(rollout, f"Guess {index}.")) for index in range(500)]
+        calls = [asyncio.create_task(many.chat(rollouts[index % 10], f"Guess {index}.")) for index in range(500)]
         await lone_world.replica.was_asked.wait()
         lone_world.replica.may_answer.set()
         answers = await asyncio.gather(*calls)

@@ -73,13 +73,17 @@ async def test_a_null_reward_is_recorded_with_its_reason(world: "World") -> None
         ({"aggregate_reward_score": 1.5}, "aggregate_reward_score"),
         ({"aggregate_reward_score": -0.1}, "aggregate_reward_score"),
         ({"aggregate_reward_score": "1"}, "aggregate_reward_score"),
+        ({"aggregate_reward_score": "NaN"}, "aggregate_reward_score"),
         ({"aggregate_reward_score": True}, "aggregate_reward_score"),
+        ({"aggregate_reward_score": 10**400}, "aggregate_reward_score"),
         ({"id": "task_1"}, "sample_id"),
         ({"id": None}, "id"),
         ({"metrics_list": {}}, "metrics_list"),
         ({"metrics_list": [{"name": "a", "value": 1}]}, "metrics_list[0]"),
         ({"metrics_list": [{"name": "a", "value": None, "type": "Metric"}]}, "metrics_list[0].value"),
         ({"metrics_list": [{"name": "a", "value": 1, "type": "Other"}]}, "metrics_list[0].type"),
+        ({"metrics_list": [{"name": "a", "value": True, "type": "Reward"}]}, "metrics_list[0].value"),
+        ({"metrics_list": [{"name": "", "value": 1, "type": "Reward"}]}, "metrics_list[0].name"),
         ({"metrics_list": [{"name": "a", "value": 1, "type": "Metric"}] * 2}, "metrics_list[1].name"),
         ({"reward": 1.0}, "reward"),
     ],
@@ -97,6 +101,10 @@ async def test_a_wrong_report_is_400_and_records_nothing(world: "World", changes
     [
         b'{"id": "task_0", "aggregate_reward_score": NaN, "metrics_list": []}',
         b'{"id": "task_0", "aggregate_reward_score": Infinity, "metrics_list": []}',
+        b'{"id": "task_0", "aggregate_reward_score": -Infinity, "metrics_list": []}',
+        b'{"id": "task_0", "aggregate_reward_score": [1], "metrics_list": []}',
+        b'{"id": "task_0", "aggregate_reward_score": 1, "metrics_list": [{"name":"a","value":NaN,"type":"Metric"}]}',
+        b'{"id": "task_0", "aggregate_reward_score": 1, "metrics_list": [{"name":"a","value":1e999,"type":"Metric"}]}',
         b'{"id": "task_0", "aggregate_reward_score": 1e999, "metrics_list": []}',
         b'{"id": "task_0", "metrics_list": []}',
         b'{"id": "task_0", "aggregate_reward_score": 1}',
@@ -119,16 +127,19 @@ async def test_a_malformed_report_is_400(world: "World", body: bytes) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stream": True},
-        {"n": 2},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"stream": "yes"},
+        {"n": 17},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
         {"temperature": 0.5},
         {"temperature": True},
         {"top_p": 0.9},
         {"top_k": 20},
-        {"stop": ["\n"]},
-        {"seed": 1},
-        {"logprobs": True},
+        {"stop": [""]},
+        {"seed": 1.5},
+        {"logprobs": 3},
+        {"top_logprobs": 2},
+        {"stream_options": {"include_usage": True}},
         {"frequency_penalty": 0.1},
         {"max_tokens": 65},
         {"max_completion_tokens": 0},
@@ -142,8 +153,9 @@ async def test_a_parameter_that_is_not_served_is_refused_by_name(world: "World",
     rollout = await world.begin()
     answer = await world.chat(rollout, "Guess.", **changes)
     (key,) = changes
-    assert (answer.status, answer.body["error"]["param"]) == (400, key)
+    assert (answer.status, answer.body["error"]["param"]) == (400, "tools[0]" if key == "tools" else key)
     assert key in answer.body["error"]["message"] or key == "sample_id"
+    assert answer.body["error"]["type"] == "invalid_request_error"
     assert not world.replica.requests
 
 
@@ -165,12 +177,16 @@ async def test_parameters_that_ask_for_what_happens_anyway_are_fine(world: "Worl
         ({"role": "user", "content": "x", "audio": {"id": "1"}}, "messages[0].audio"),
         ({"role": "assistant", "content": "x"}, "messages"),
         ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}, "messages[0].content"),
         (5, "messages[0]"),
     ],
 )
 async def test_a_message_that_is_not_served_is_refused_by_name(world: "World", message: Any, param: str) -> None:
     rollout = await world.begin()
-    body = {"model": "policy", "messages": [message]}
+    body = {"model": "turnmill", "messages": [message]}
     answer = await world.post(f"{rollout['base_url']}/chat/completions", body)
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
 

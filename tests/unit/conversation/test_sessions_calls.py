@@ -367,7 +367,9 @@ async def test_call_numbers_of_a_restarted_proxy_start_past_all_reserved_ones(lo
 
 async def test_an_attempt_may_make_more_calls_than_one_reservation(world: "World") -> None:
     rollout = await world.begin()
-    answers = await asyncio.gather(*(world.chat(rollout, f"Guess {index}.") for index in range(150)))
+    answers = []
+    for start in (0, 50, 100):
+        answers += await asyncio.gather(*(world.chat(rollout, f"Guess {start + index}.") for index in range(50)))
     assert {answer.status for answer in answers} == {200}
     assert {answer.body["id"] for answer in answers} == {f"task_0_{c}" for c in range(150)}
     assert not world.is_lone or (await world.sample()).call_bound >= 150
@@ -378,7 +380,12 @@ async def test_an_attempt_may_make_more_calls_than_one_reservation(world: "World
 async def test_a_stranger_s_answer_to_the_call_is_refused(world: "World") -> None:
     rollout = await world.begin()
     call = Call(
-        **{**_fields("task_0_0"), "request_digest": "other", "messages": [], "sampling": world.services[0].sampling}
+        **{
+            **_fields("task_0_0"),
+            "request_digest": "other",
+            "messages": [],
+            "sampling": world.services[0].offer.sampling,
+        }
     )
     await write_calls(world.ports.records, [call.sealed()])
     answer = await world.chat(rollout, "Guess.")
