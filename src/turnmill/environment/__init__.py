@@ -1,6 +1,5 @@
-"""The world that the agent acts in: `load(id, arguments)` makes an environment."""
+"""The world that the agent acts in; `registry` finds and loads the environment that a run plays."""
 
 from turnmill.environment.base import Chat, Environment, Outcome, RewardError, Score, opening_messages
-from turnmill.environment.registry import environment_ids, load
 
-__all__ = ["Chat", "Environment", "Outcome", "RewardError", "Score", "environment_ids", "load", "opening_messages"]
+__all__ = ["Chat", "Environment", "Outcome", "RewardError", "Score", "opening_messages"]

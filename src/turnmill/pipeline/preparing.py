@@ -35,8 +35,7 @@ async def start_preflight(ctx: StageContext) -> Handle:
     name = f"preflight-{ctx.run.attempt}"
     config = ctx.config
     request = PreflightRequest(
-        env=config.env,
-        env_args=config.env_args,
+        environment=config.environment,
         data_path=str(ctx.run.data_path if ctx.run.kind is RunKind.TRAIN else ctx.run.eval_path),
         seed=config.seed,
         max_length=config.max_length,
@@ -72,7 +71,7 @@ async def poll_preflight(ctx: StageContext, handle: Handle) -> Running | Done:
     capacity = (msgspec.convert(check, Check) for check in handle["capacity"])
     report = replace(found, checks=(*found.checks, *capacity))
     if report.failed:
-        raise EnvironmentFailed(_failure(ctx.config.env, report))
+        raise EnvironmentFailed(_failure(ctx.config.environment.env_id, report))
     return Done(result=_plain(report))
 
 

@@ -77,6 +77,8 @@ def test_each_layer_overrides_the_ones_before_it_and_is_named_as_the_source(tmp_
         ("shuffle", "no", False),
         ("env_args", '{"max_turns": 6}', {"max_turns": 6}),
         ("env_args", "{}", {}),
+        ("judges", "a, b", ("a", "b")),
+        ("judges", " ", ()),
     ],
 )
 def test_text_from_the_environment_and_the_command_line_is_parsed_by_type(name: str, text: str, value: object) -> None:
@@ -110,6 +112,8 @@ def test_text_from_the_environment_and_the_command_line_is_parsed_by_type(name: 
         ("env_args", '{"x": "\\ud800"}'),
         ("base_model", "caf\udce9"),
         ("lr_schedule", "cosin"),
+        ("judges", "a,,b"),
+        ("judges", "a,a"),
     ],
 )
 def test_text_that_does_not_fit_names_key_value_and_source(name: str, text: str) -> None:
@@ -351,3 +355,98 @@ def test_a_seed_is_one_that_every_generator_takes() -> None:
     assert load_config(flags={"seed": 2**32 - 1}).config.seed == 4294967295
     (problem,) = problems_of(seed=2**32)
     assert problem.startswith("seed = 4294967296")
+
+
+def test_a_list_of_texts_is_one_in_toml_and_survives_the_record(tmp_path: Path) -> None:
+    config = load_config(file=write(tmp_path / "run.toml", 'served_model_names = ["gpt-4o", "policy"]\n')).config
+    assert config.served_model_names == ("gpt-4o", "policy")
+    assert from_dict(decode(encode(to_dict(config)), dict)) == config
+    for line in ("judges = [1]", 'judges = [""]', 'judges = ["a", "a"]', 'judges = "a"', 'judges = {a = "b"}'):
+        with pytest.raises(ConfigError, match=r"judges = .*: must be a list of texts"):
+            load_config(file=write(tmp_path / "bad.toml", line))
+
+
+# ---------------------------------------------------------------- which environment
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ("wordle", {}, "any")),
+        ({"env": "sql-agent", "env_args": {"a": 1}}, ("sql-agent", {"a": 1}, "any")),
+        ({"use_custom_env": "true"}, ("my-custom-env", {}, "custom")),
+        ({"use_custom_env": True, "custom_env_id": "x", "env_args": {"a": 1}}, ("x", {"a": 1}, "custom")),
+        ({"vf_env_id": "wordle", "vf_env_args": {"use_think": False}}, ("wordle", {"use_think": False}, "verifiers")),
+        ({"use_custom_env": "false", "custom_env_id": "my-custom-env"}, ("wordle", {}, "any")),
+        ({"vf_env_id": ""}, ("wordle", {}, "any")),
+    ],
+)
+def test_one_of_three_parameters_says_which_environment_is_played(
+    flags: Mapping[str, Any], expected: tuple[str, dict[str, Any], str]
+) -> None:
+    config = load_config(flags=flags).config
+    for one in (config, from_dict(decode(encode(to_dict(config)), dict))):
+        played = one.environment
+        assert (played.env_id, played.env_args, played.origin) == expected
+
+
+def test_a_verifiers_package_is_told_from_a_built_in_environment_of_its_name() -> None:
+    assert load_config(flags={"vf_env_id": "wordle"}).config.environment.name != Config().environment.name == "wordle"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"env": "wordle", "vf_env_id": "x"},
+            'env = "wordle" (--env) and vf_env_id = "x" (--vf-env-id) each name an environment: '
+            "a run plays one, so set one of them",
+        ),
+        (
+            {"use_custom_env": True, "vf_env_id": "x"},
+            'use_custom_env = true (--use-custom-env) and vf_env_id = "x" (--vf-env-id) each name an environment: '
+            "a run plays one, so set one of them",
+        ),
+        (
+            {"vf_env_id": "x", "env_args": {"a": 1}},
+            'env_args = {"a": 1} (--env-args) are not for vf_env_id = "x" (--vf-env-id): set vf_env_args instead',
+        ),
+        (
+            {"vf_env_args": {"a": 1}},
+            'vf_env_args = {"a": 1} (--vf-env-args) is read with vf_env_id alone, which is not set: '
+            "set it, or env_args",
+        ),
+        (
+            {"custom_env_id": "x"},
+            'custom_env_id = "x" (--custom-env-id) is not read: set use_custom_env = true as well, or env instead',
+        ),
+        (
+            {"env": "../../etc"},
+            'env = "../../etc" (--env): must be the id of an environment: letters, digits, - and _',
+        ),
+        (
+            {"use_custom_env": True, "custom_env_id": ""},
+            'custom_env_id = "" (--custom-env-id): must be the id of an environment: letters, digits, - and _',
+        ),
+    ],
+)
+def test_parameters_that_contradict_each_other_about_the_environment_are_named(
+    flags: Mapping[str, Any], message: str
+) -> None:
+    assert problems_of(**flags) == [message]
+
+
+def test_contradictions_are_found_over_the_layers(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", 'env = "a"\n')
+    with pytest.raises(ConfigError, match=r'env = "a" \(.*run.toml:1\) and vf_env_id = "b" \(--vf-env-id\)'):
+        load_config(file=file, flags={"vf_env_id": "b"})
+
+
+def test_what_a_recipe_says_of_its_environment_is_for_that_one_alone(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "recipe.toml", 'env = "sql-agent"\nenv_args = {depth = 2}\nlr = 0.1\n')
+    assert load_config(recipe=recipe).config.environment.env_args == {"depth": 2}
+    assert load_config(recipe=recipe, flags={"env_args": {"depth": 3}}).config.environment.env_id == "sql-agent"
+    for flags in ({"env": "wordle"}, {"vf_env_id": "x"}, {"use_custom_env": True}):
+        config = load_config(recipe=recipe, flags=flags).config
+        assert config.environment.env_id != "sql-agent" and config.environment.env_args == {} and config.lr == 0.1
+        assert from_dict(decode(encode(to_dict(config)), dict)) == config

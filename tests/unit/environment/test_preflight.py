@@ -12,15 +12,14 @@ from turnmill.environment.base import Chat, Environment, Message, Outcome, Score
 from turnmill.environment.preflight import GARBAGE, choose, preflight
 from turnmill.environment.wordle import Wordle
 from turnmill.errors import DataError
-from turnmill.records import Check, CheckState, PreflightReport, PreflightRequest, Task
+from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, Task
 
 OK, FAILED, NOT_CHECKED = CheckState.OK, CheckState.FAILED, CheckState.NOT_CHECKED
 
 
 def request(**changes: Any) -> PreflightRequest:
     values: dict[str, Any] = {
-        "env": "of a test",
-        "env_args": {},
+        "environment": EnvironmentChoice(env_id="of-a-test"),
         "data_path": "unused",
         "seed": 0,
         "max_length": 160,
