@@ -20,6 +20,7 @@ from turnmill.environment.base import (
     Environment,
     Message,
     ScriptedChat,
+    ScriptedTurn,
     opening_messages,
 )
 from turnmill.environment.boundary import WatchedChat, describe, play_scored
@@ -150,7 +151,7 @@ class _Preflight:
             await self._play(task, "full context", ())
             await self._play(task, "full context", (GARBAGE,))
 
-    def _gold(self, task: Task) -> Iterable[str] | None:
+    def _gold(self, task: Task) -> Iterable[ScriptedTurn] | None:
         self._playing(f"task {task.id}, its gold answer")
         try:
             gold = self._environment.gold(task)
@@ -161,7 +162,7 @@ class _Preflight:
             self._without_gold.append(task.id)
         return gold
 
-    async def _play(self, task: Task, script: str, turns: Iterable[str]) -> None:
+    async def _play(self, task: Task, script: str, turns: Iterable[ScriptedTurn]) -> None:
         if self._hangs is not None:
             return
         what = f"task {task.id}, {script}"
@@ -254,7 +255,7 @@ class _Preflight:
         }
 
 
-def _limited(turns: Iterable[str], most: int, *, then_full: bool) -> Iterator[str | Exception]:
+def _limited(turns: Iterable[ScriptedTurn], most: int, *, then_full: bool) -> Iterator[ScriptedTurn | Exception]:
     """At most so many turns; where there are more, or `then_full`, calls after that find the context full."""
     left = iter(turns)
     yield from itertools.islice(left, most)

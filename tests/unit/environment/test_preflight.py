@@ -197,7 +197,7 @@ async def test_a_full_context_without_a_reward_fails() -> None:
 
     report = await report_on(NoScore(), tasks("a"))
     assert [check.name for check in report.failed] == ["full context"]
-    assert "has no `score`" in report.failed[0].detail
+    assert "neither `rewards` nor `score`" in report.failed[0].detail
 
 
 async def test_a_conversation_without_an_end_is_ended_by_the_context() -> None:
