@@ -22,6 +22,7 @@ VARIABLES = {
     "TURNMILL_BACKEND": "`embedded` or `aws`, as `--backend`; a deployment keeps the one that it began with",
     "TURNMILL_WORKER_TOKEN": "secret that a worker shows to the proxy",
     "TURNMILL_WORKER_CONFIG": "parameters of the run, as a worker gets them",
+    "TURNMILL_JUDGE_SETTINGS": "judges that a worker's environment may ask, without their secrets",
     "TURNMILL_PROXY_URL": "where a worker finds the proxy",
     "TURNMILL_PROXY_AUTH": "`sigv4`: a worker signs its requests to the proxy, as the URL of a function wants it",
     "TURNMILL_PROXY_LISTEN": "HOST:PORT at which a proxy listens, where that is not what its URL says",

@@ -249,10 +249,13 @@ def _arguments(function: Callable[..., Any], described: Mapping[str, str]) -> ty
 
 def _parameters(arguments: type[msgspec.Struct]) -> dict[str, Any]:
     """The struct as JSON schema; raises `TypeError` for a type that JSON has not."""
-    (made,), components = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
-    name = made["$ref"].removeprefix("#/$defs/")
+    (reference,), components = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
+    name = reference["$ref"].removeprefix("#/$defs/")
     schema = dict(components.pop(name))
     schema.pop("title", None)
     # Told to models whose templates know no other way to say that there is nothing else.
     schema.pop("additionalProperties", None)
-    return {**schema, **({"$defs": components} if components else {})}
+    made = {**schema, **({"$defs": components} if components else {})}
+    # As it comes out of a request: a default may be a tuple or a dataclass.
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(made))
+    return plain

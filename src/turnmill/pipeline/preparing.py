@@ -48,6 +48,7 @@ async def start_preflight(ctx: StageContext) -> Handle:
             role="preflight",
             name=name,
             run_id=ctx.run.run_id,
+            env=dict(ctx.judges_env),
             max_restarts=MAX_KILLS,
             final_exit_codes=FINAL_EXIT_CODES,
         )

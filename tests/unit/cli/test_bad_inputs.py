@@ -101,6 +101,11 @@ CONFIGURATIONS = [
         ["--use-custom-env", "--custom-env-id", "none"],
         "custom_env_id: there is no environment 'none'",
     ),
+    flags(
+        "a judge that the deployment has not",
+        ["--judges", "strict"],
+        "turnmill.toml has no judge 'strict'; it has none",
+    ),
     flags("arguments that are no JSON", ["--env-args", "{x"], 'env_args = "{x" (--env-args): must be a JSON object'),
     flags("arguments that are a list", ["--env-args", "[1]"], "env_args = [1] (--env-args): must be a JSON object"),
     flags("an argument that the environment lacks", ["--env-args", '{"max_turn": 1}'], "'max_turn'", "'max_turns'?"),

@@ -23,12 +23,14 @@ from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import ProcessLauncher
 from turnmill.budget import Meter
 from turnmill.config import ENVIRONMENT_PARAMETERS, Config, Resolved, base_model_of, from_dict, load_config, to_dict
+from turnmill.config.deployment import load_judges
 from turnmill.config.values import suggest
 from turnmill.conversation.hosting import serve
 from turnmill.conversation.proxy import create_app
 from turnmill.conversation.serving import reserved_port
 from turnmill.conversation.sessions import Sessions
 from turnmill.environment import opening_messages
+from turnmill.environment.judges import check_secrets, settings_variable
 from turnmill.environment.registry import EnvironmentKind, find, load_built_in
 from turnmill.errors import Cancelled, ConfigError, Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations
@@ -96,6 +98,7 @@ def check_order(root: Path, order: Order) -> None:
     if not any(folder.glob("*.safetensors")):
         raise InvalidInput(f"base_model folder {folder} has no .safetensors file; other weight formats are not loaded")
     check_task = task_check(root, order.resolved.config)
+    check_secrets(load_judges(root, order.resolved.config.judges), os.environ)
     for path in (order.data, order.eval_data):
         if path is not None:
             _check_tasks(check_task, path)
@@ -265,7 +268,9 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
     try:
         await meter.start()
         async with hosting as proxy:
+            judges_env = settings_variable(load_judges(root, config.judges))
             worker_env = {
+                **judges_env,
                 variables.WORKER_TOKEN: token,
                 variables.PROXY_URL: proxy.url,
                 variables.WORKER_CONFIG: json.dumps(to_dict(config)),
@@ -283,6 +288,7 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     give_up_redriven=partial(give_up_redriven, ports.records, run.run_id),
                     claim=partial(_claim, root, ports, run),
                     worker_env=worker_env,
+                    judges_env=judges_env,
                     proxy_env=proxy.env,
                     check=proxy.check,
                     meter=meter,
