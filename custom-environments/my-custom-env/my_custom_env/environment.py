@@ -8,11 +8,21 @@ from typing import Any, Literal
 
 from my_custom_env.shop import Response
 from my_custom_env.tasks import shop_of, solve
-from turnmill.environment import Chat, Environment, Outcome, opening_messages
-from turnmill.environment.base import ScriptedTurn
-from turnmill.environment.outcomes import Rollout
-from turnmill.environment.rewards import metric, reward
-from turnmill.environment.tools import Talk, ToolError, ToolLimits, call_of, talk
+from turnmill.environment import (
+    Chat,
+    Environment,
+    Outcome,
+    Rollout,
+    ScriptedTurn,
+    Talk,
+    ToolError,
+    ToolLimits,
+    call_of,
+    metric,
+    opening_messages,
+    reward,
+    talk,
+)
 from turnmill.errors import DataError
 from turnmill.records import Task
 

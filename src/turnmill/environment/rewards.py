@@ -60,8 +60,8 @@ def reward(
 ) -> RewardFunction:
     """`function` as a part of the reward; called as its own name says, unless `name` does.
 
-    Choose weights that add up to what the run's rewards may be: 1 for the usual range of [0, 1]. Raises `ValueError`
-    for a weight or a range that is none.
+    `per` is `rollout` or `turn`. Choose weights that add up to what the run's rewards may be: 1 for the usual range of
+    [0, 1]. Raises `ValueError` for a weight, a range or a `per` that is none.
     """
     called: str = name or str(getattr(function, "__name__", ""))
     if not called.isidentifier():
