@@ -9,13 +9,13 @@ many tasks at once, so what belongs to a conversation lives in local variables o
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Score
 from turnmill.environment.rewards import RewardFunction
 from turnmill.errors import DataError, GenerationFailed
-from turnmill.records import FinishReason, Reply, Task
+from turnmill.records import FinishReason, Reply, ReplyTokens, Task, encode
 
 __all__ = [
     "CONTEXT_LENGTH_EXCEEDED",
@@ -94,6 +94,11 @@ class Environment(ABC):
         answer = task.metadata.get("answer")
         return None if answer is None else itertools.repeat(answer if isinstance(answer, str) else json.dumps(answer))
 
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Of the metrics that make up the reward, by name, for the check before a run; {} where none do."""
+        return {each.name: each.weight for each in self.rewards if each.weight}
+
 
 def opening_messages(task: Task) -> list[dict[str, Any]]:
     """`metadata.prompt` as messages: a string is one user message, a list of messages stays as it is.
@@ -122,7 +127,8 @@ class ScriptEnded(Exception):
 class ScriptedChat:
     """A chat that plays given assistant turns, without a model: gold and garbage before a run, games in tests.
 
-    An exception among the turns is raised in its place. `calls` keeps the messages of each call.
+    An exception among the turns is raised in its place. `calls` keeps the messages of each call. Where token ids are
+    asked for, each byte counts as a token.
     """
 
     def __init__(self, turns: Iterable[ScriptedTurn | Exception]) -> None:
@@ -134,11 +140,16 @@ class ScriptedChat:
         for turn in self._turns:
             if isinstance(turn, Exception):
                 raise turn
-            return _said(turn)
+            return _said(turn, _bytes_as_tokens(messages, turn) if params.get("return_token_ids") else None)
         raise ScriptEnded(f"the script ended before call {len(self.calls)}")
 
 
-def _said(turn: ScriptedTurn) -> Reply:
+def _said(turn: ScriptedTurn, tokens: ReplyTokens | None) -> Reply:
     message = {"role": "assistant", **({"content": turn} if isinstance(turn, str) else turn)}
     reason = FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP
-    return Reply(message=message, finish_reason=reason)
+    return Reply(message=message, finish_reason=reason, tokens=tokens)
+
+
+def _bytes_as_tokens(messages: Sequence[Message], turn: ScriptedTurn) -> ReplyTokens:
+    sampled = list(turn.encode() if isinstance(turn, str) else encode(turn))
+    return ReplyTokens(prompt_ids=list(encode(messages)), sampled_ids=sampled, logprobs=[0.0] * len(sampled))

@@ -56,6 +56,10 @@ class WatchedChat(Watch):
         finally:
             self.num_pending -= 1
         self.messages = [*said, reply.message]
+        if params.get("return_token_ids") and reply.tokens is None:
+            missing = GenerationFailed("no_token_ids", "an answer came without its tokens, which were asked for")
+            self.failure = self.failure or missing
+            raise missing
         self.turns.append(Turn(messages=said, reply=reply))
         return reply
 

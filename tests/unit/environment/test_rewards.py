@@ -201,3 +201,8 @@ def test_a_function_that_can_not_be_one_is_refused_when_it_is_written() -> None:
         reward(solved, low=1, high=0)
     with pytest.raises(ValueError, match="'group' is not a valid Per"):
         reward(solved, per="group")
+
+
+def test_an_environment_says_which_metrics_make_up_its_reward() -> None:
+    environment = Two(reward(solved, weight=0.5), reward(brief, weight=0.5, per="turn"), metric(slow))
+    assert environment.reward_weights == {"solved": 0.5, "brief": 0.5} and Two().reward_weights == {}
