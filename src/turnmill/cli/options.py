@@ -15,9 +15,9 @@ from turnmill.config import Parameter, describe, parameter_names
 F = TypeVar("F", bound=Callable[..., Any])
 # What an evaluation alone has no use for.
 TRAINING = frozenset(
-    "training_method max_steps global_batch_size number_generation max_refill_rounds rollout_strategy shuffle "
-    "lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low clip_ratio_high "
-    "kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance "
+    "training_method group_rewards max_steps global_batch_size number_generation max_refill_rounds rollout_strategy "
+    "shuffle lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low "
+    "clip_ratio_high kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance "
     "baseline_rollouts baseline_max_rollouts ignore_baseline promotion".split()
 )
 EPILOG = (

@@ -71,6 +71,7 @@ class Config:
     global_batch_size: int = param(64, "conversations of one optimizer step", ge=2, le=65536)
     number_generation: int = param(8, "conversations of one group (same task)", ge=2, le=1024)
     max_refill_rounds: int = param(6, "replacement groups per step, times the groups of a batch", ge=0, le=1000)
+    group_rewards: bool = param(False, "add what the environment's reward functions per group say of a whole group")
     rollout_strategy: str = param("on_policy_sync", "how rollouts follow versions", choices=("on_policy_sync",))
     shuffle: bool = param(False, "shuffle the tasks of each epoch (seeded) instead of file order")
 

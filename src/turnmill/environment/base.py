@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Score
-from turnmill.environment.rewards import RewardFunction
+from turnmill.environment.rewards import RewardFunction, own
 from turnmill.errors import DataError, GenerationFailed
 from turnmill.records import FinishReason, Reply, ReplyTokens, Task, encode
 
@@ -97,7 +97,7 @@ class Environment(ABC):
     @property
     def reward_weights(self) -> Mapping[str, float]:
         """Of the metrics that make up the reward, by name, for the check before a run; {} where none do."""
-        return {each.name: each.weight for each in self.rewards if each.weight}
+        return {each.name: each.weight for each in own(self.rewards) if each.weight}
 
 
 def opening_messages(task: Task) -> list[dict[str, Any]]:

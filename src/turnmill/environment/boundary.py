@@ -12,8 +12,9 @@ from typing import Any
 
 from turnmill import failpoints
 from turnmill.environment.base import CONTEXT_LENGTH_EXCEEDED, Chat, Environment, is_context_full
+from turnmill.environment.groups import is_group, rollouts_of
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn, place_of
-from turnmill.environment.rewards import RewardFunctionFailed, explained, weigh
+from turnmill.environment.rewards import RewardFunctionFailed, explained, own, weigh, weigh_group
 from turnmill.environment.watching import WATCH, Watch
 from turnmill.errors import BackendUnavailable, GenerationFailed, LeaseLost
 from turnmill.records import InvalidReason, Reply, RolloutResult, StopReason, Task
@@ -88,6 +89,8 @@ async def _played(
     environment: Environment, task: Task, chat: WatchedChat, reward_range: tuple[float, float] | None
 ) -> RolloutResult | None:
     """What the environment makes of it; None where `chat.failure` decides."""
+    if is_group(task.metadata):
+        return await _score_group(environment, task, chat, reward_range)
     outcome: Outcome | None = None
     try:
         failpoints.hit(f"play-{task.id}")
@@ -115,10 +118,28 @@ async def _played(
     )
 
 
+async def _score_group(
+    environment: Environment, task: Task, chat: WatchedChat, reward_range: tuple[float, float] | None
+) -> RolloutResult | None:
+    """What a group adds to the reward of each of its samples, as metrics by their ids."""
+    rollouts = rollouts_of(task.metadata)
+    try:
+        values = await weigh_group(environment.rewards, list(rollouts.values()))
+    except Exception as error:
+        return None if chat.failure is not None else invalid(InvalidReason.REWARD_ERROR, error, task)
+    # Nobody reads the reward of a score; any will do that the request allows.
+    low, high = reward_range or (0.0, 0.0)
+    return RolloutResult(
+        reward=min(max(0.0, low), high),
+        metrics=dict(zip(rollouts, values, strict=True)),
+        stop_reason=StopReason.END_OF_CONVERSATION,
+    )
+
+
 async def _score(
     environment: Environment, rollout: Rollout, outcome: Outcome, reward_range: tuple[float, float] | None
 ) -> Score:
-    name, functions = type(environment).__name__, environment.rewards
+    name, functions = type(environment).__name__, own(environment.rewards)
     if functions and (outcome.reward is not None or type(environment).score is not Environment.score):
         other = "`play` returned a reward" if outcome.reward is not None else "the class has a `score`"
         raise RewardError(f"{name} has `rewards` and {other}: the reward must come from one of them")

@@ -67,8 +67,11 @@ class Rollout:
     # Of all conversations of the rollout, in the order of the answers.
     turns: Sequence[Turn]
     stop_reason: StopReason
-    # `Outcome.state`; None where the context filled up in a `play` that did not catch that.
+    # `Outcome.state`; None where the context filled up in a `play` that did not catch that, and in a group.
     state: Any = None
+    # In a group: its own reward and its metrics, as they were reported. Else none yet.
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def finite(name: str, value: Any) -> float:

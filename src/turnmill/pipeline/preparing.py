@@ -41,6 +41,7 @@ async def start_preflight(ctx: StageContext) -> Handle:
         max_length=config.max_length,
         play_s=min(PLAY_S, config.training_timeout),
         total_s=TOTAL_S,
+        group_rewards=config.group_rewards if ctx.run.kind is RunKind.TRAIN else None,
     )
     await ctx.ports.blobs.put(request_key(name), encode(request))
     await ctx.launcher.start(

@@ -23,6 +23,8 @@ class PreflightRequest:
     # Seconds after which no further conversation is begun.
     total_s: float
     reward_range: tuple[float, float] = REWARD_RANGE
+    # Whether rewards per group are asked for; None: by nobody, as nothing is trained.
+    group_rewards: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

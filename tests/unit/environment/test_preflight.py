@@ -10,6 +10,7 @@ import pytest
 
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score, opening_messages
 from turnmill.environment.preflight import GARBAGE, choose, preflight
+from turnmill.environment.rewards import reward
 from turnmill.environment.wordle import Wordle
 from turnmill.errors import DataError
 from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, Task
@@ -282,3 +283,37 @@ def test_the_first_tasks_and_a_seeded_sample_are_played() -> None:
     assert chosen[:4] == [0, 1, 2, 3] and len(chosen) == 12 and chosen == sorted(set(chosen))
     assert choose(many, 7) == choose(many, 7) != choose(many, 8)
     assert choose(many[:3], 7) == many[:3]
+
+
+class Ranked(Echo):
+    """With a part that compares."""
+
+    rewards = (reward(lambda rollouts: [0.5] * len(rollouts), name="rank", per="group"),)
+
+
+class Misranked(Echo):
+    """With one that breaks."""
+
+    rewards = (reward(lambda rollouts: [1.0], name="rank", per="group"),)
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "state", "text"),
+    [
+        (Ranked(), True, OK, "rank can score 6 rollouts"),
+        (Ranked(), False, FAILED, "has reward functions per group (rank): set group_rewards = true"),
+        (Echo(), True, FAILED, "the environment has no reward function per group"),
+        (Misranked(), True, FAILED, "reward function rank: it must return a list"),
+    ],
+)
+async def test_rewards_per_group_must_be_asked_for_and_able_to_score(
+    environment: Environment, asked: bool, state: CheckState, text: str
+) -> None:
+    check = check_of(await report_on(environment, tasks("yes", "no"), group_rewards=asked), "group rewards")
+    assert check.state is state and text in check.detail
+
+
+@pytest.mark.parametrize(("environment", "asked"), [(Ranked(), None), (Echo(), False), (Echo(), None)])
+async def test_where_nothing_is_trained_nobody_asks_about_groups(environment: Environment, asked: bool | None) -> None:
+    report = await report_on(environment, tasks("yes"), group_rewards=asked)
+    assert "group rewards" not in [check.name for check in report.checks] and report.failed == ()

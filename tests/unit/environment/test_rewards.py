@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from turnmill.environment import Chat, Environment, Outcome, Score
+from turnmill.environment import Chat, Environment, Outcome, RewardError, Score
 from turnmill.environment.base import Message, ScriptedChat
 from turnmill.environment.boundary import WatchedChat, play_scored
 from turnmill.environment.outcomes import Rollout, Turn
-from turnmill.environment.rewards import RewardFunction, metric, reward
+from turnmill.environment.rewards import RewardFunction, metric, reward, weigh_group
 from turnmill.environment.watching import WATCH, JudgeUnavailable
 from turnmill.errors import GenerationFailed
 from turnmill.records import InvalidReason, RolloutResult, StopReason, Task
@@ -199,10 +199,80 @@ def test_a_function_that_can_not_be_one_is_refused_when_it_is_written() -> None:
             reward(solved, weight=weight)
     with pytest.raises(ValueError, match="at most high"):
         reward(solved, low=1, high=0)
-    with pytest.raises(ValueError, match="'group' is not a valid Per"):
-        reward(solved, per="group")
+    with pytest.raises(ValueError, match="'word' is not a valid Per"):
+        reward(solved, per="word")
+    with pytest.raises(ValueError, match="a metric is of one rollout"):
+        metric(solved, per="group")
 
 
 def test_an_environment_says_which_metrics_make_up_its_reward() -> None:
     environment = Two(reward(solved, weight=0.5), reward(brief, weight=0.5, per="turn"), metric(slow))
     assert environment.reward_weights == {"solved": 0.5, "brief": 0.5} and Two().reward_weights == {}
+
+
+# ---------------------------------------------------------------- per group
+
+
+def rollouts_with(*rewards: float) -> list[Rollout]:
+    return [
+        Rollout(task=TASK, messages=[], turns=[], stop_reason=StopReason.MAX_TURNS, reward=value) for value in rewards
+    ]
+
+
+def best(rollouts: Sequence[Rollout]) -> list[bool]:
+    most = max(rollout.reward or 0.0 for rollout in rollouts)
+    return [rollout.reward == most for rollout in rollouts]
+
+
+async def constant(rollouts: Sequence[Rollout]) -> tuple[float, ...]:
+    await asyncio.sleep(0)
+    return tuple(-1.0 for _ in rollouts)
+
+
+async def test_what_a_group_adds_is_the_weighted_sum_for_each_rollout() -> None:
+    functions = (
+        reward(solved),
+        reward(best, weight=0.5, per="group"),
+        reward(constant, weight=0.1, per="group", low=-1, high=0),
+    )
+    assert await weigh_group(functions, rollouts_with(0.2, 0.9)) == pytest.approx([-0.1, 0.4])
+    assert await weigh_group((reward(solved),), rollouts_with(0.2, 0.9)) == [0.0, 0.0]
+
+
+async def test_functions_per_group_are_no_part_of_a_rollout_s_own_reward() -> None:
+    result = await result_of(Two(reward(solved), reward(best, per="group")))
+    assert (result.reward, result.metrics) == (1.0, {"length": 2.0, "solved": 1.0})
+
+    class Played(Two):
+        async def play(self, task: Task, chat: Chat) -> Outcome:
+            return Outcome(reward=0.5)
+
+    assert (await result_of(Played(reward(best, per="group")))).reward == 0.5
+    assert Two(reward(solved), reward(best, per="group")).reward_weights == {"solved": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "must return a list with a number for each of 2 rollouts, not None"),
+        ([1.0], "must return a list with a number for each of 2 rollouts"),
+        ("ab", "must return a list"),
+        ([1.0, None], "its value must be a number, not None"),
+        ([1.0, math.nan], "its value must be finite"),
+        ([1.0, 1.5], "outside its range [0, 1]"),
+    ],
+)
+async def test_a_function_per_group_gives_a_number_for_each_rollout(value: Any, text: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        await weigh_group((reward(lambda rollouts: value, name="odd", per="group"),), rollouts_with(0.0, 1.0))
+    assert "reward function odd: " in str(caught.value) and text in str(caught.value)
+
+
+async def test_a_function_per_group_that_raises_is_named_with_its_place() -> None:
+    def broken(rollouts: Sequence[Rollout]) -> list[float]:
+        return [rollout.metrics["missing"] for rollout in rollouts]
+
+    with pytest.raises(
+        RewardError, match=r"reward function broken raised KeyError: 'missing' \(.*in <listcomp>|broken"
+    ):
+        await weigh_group((reward(broken, per="group"),), rollouts_with(0.0, 1.0))
