@@ -57,6 +57,21 @@ def test_the_judge_of_the_guide_is_described_and_asked_as_it_says(tmp_path: Path
     assert "Is this polite?" in server.received[0]["messages"][0]["content"]
 
 
+def test_the_group_of_the_guide_is_scored_as_it_says(tmp_path: Path) -> None:
+    code = "\n".join(
+        [
+            *blocks("python"),
+            "from turnmill.environment.rewards import weigh_group",
+            "from turnmill.records import StopReason",
+            "common = {'task': task, 'messages': [], 'turns': [], 'stop_reason': StopReason.MAX_TURNS}",
+            "pairs = ((1.0, 9), (1.0, 5), (0.0, 1))",
+            "made = [Rollout(**common, reward=r, metrics={'num_characters': n}) for r, n in pairs]",
+            "print(asyncio.run(weigh_group(Terse.rewards, made)))",
+        ]
+    )
+    assert run(code, tmp_path)[-1] == "[0.0, 0.1, 0.0]"
+
+
 def test_the_guide_names_what_there_is() -> None:
     text = GUIDE.read_text()
     for name in (*InvalidReason, *StopReason):

@@ -272,7 +272,5 @@ async def test_a_function_per_group_that_raises_is_named_with_its_place() -> Non
     def broken(rollouts: Sequence[Rollout]) -> list[float]:
         return [rollout.metrics["missing"] for rollout in rollouts]
 
-    with pytest.raises(
-        RewardError, match=r"reward function broken raised KeyError: 'missing' \(.*in <listcomp>|broken"
-    ):
+    with pytest.raises(RewardError, match=r"reward function broken raised KeyError: 'missing' \(.*\)"):
         await weigh_group((reward(broken, per="group"),), rollouts_with(0.0, 1.0))
