@@ -12,7 +12,7 @@ from typing import Any
 
 from turnmill import failpoints
 from turnmill.environment.base import CONTEXT_LENGTH_EXCEEDED, Chat, Environment, is_context_full
-from turnmill.environment.groups import is_group, rollouts_of
+from turnmill.environment.groups import as_metrics, is_group, rollouts_of
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn, place_of
 from turnmill.environment.rewards import RewardFunctionFailed, explained, own, weigh, weigh_group
 from turnmill.environment.watching import WATCH, Watch
@@ -121,17 +121,17 @@ async def _played(
 async def _score_group(
     environment: Environment, task: Task, chat: WatchedChat, reward_range: tuple[float, float] | None
 ) -> RolloutResult | None:
-    """What a group adds to the reward of each of its samples, as metrics by their ids."""
+    """What a group adds to the reward of each of its samples, as metrics."""
     rollouts = rollouts_of(task.metadata)
     try:
-        values = await weigh_group(environment.rewards, list(rollouts.values()))
+        values = await weigh_group(environment.rewards, rollouts)
     except Exception as error:
         return None if chat.failure is not None else invalid(InvalidReason.REWARD_ERROR, error, task)
     # Nobody reads the reward of a score; any will do that the request allows.
     low, high = reward_range or (0.0, 0.0)
     return RolloutResult(
         reward=min(max(0.0, low), high),
-        metrics=dict(zip(rollouts, values, strict=True)),
+        metrics=as_metrics(values),
         stop_reason=StopReason.END_OF_CONVERSATION,
     )
 

@@ -1,7 +1,7 @@
 """Samples of one task that are scored together, in the process that plays the environment.
 
     trainer: a complete group -> group_metadata -> request -> worker: rollouts_of -> reward functions per group
-        -> one value a sample, as metrics -> trainer
+        -> one value a sample, as metrics -> trainer: values_of
 
 The request is one as any other, so that it is leased, repeated and given up as they are; what is asked for is in its
 metadata, under a key that no row of data may have.
@@ -60,10 +60,20 @@ def is_group(metadata: Mapping[str, Any]) -> bool:
     return GROUP in metadata
 
 
-def rollouts_of(metadata: Mapping[str, Any]) -> dict[str, Rollout]:
-    """The samples to score, by their ids, in order."""
-    group = decode(encode(metadata[GROUP]), _Group)
-    return {member.sample_id: _rollout(member) for member in group.members}
+def rollouts_of(metadata: Mapping[str, Any]) -> list[Rollout]:
+    """The samples to score; the id of each one's task is the sample's."""
+    return [_rollout(member) for member in decode(encode(metadata[GROUP]), _Group).members]
+
+
+def as_metrics(values: Sequence[float]) -> dict[str, float]:
+    """Values as a report holds them: by place, since an id may be no name of a metric."""
+    return {str(place): value for place, value in enumerate(values)}
+
+
+def values_of(metrics: Mapping[str, float], num: int) -> list[float] | None:
+    """What `as_metrics` made; None for anything else."""
+    names = [str(place) for place in range(num)]
+    return [metrics[name] for name in names] if metrics.keys() == set(names) else None
 
 
 def _member(sample: SampleRecord, calls: Sequence[Call]) -> _Member:

@@ -12,16 +12,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from turnmill.environment.groups import group_metadata
+from turnmill.environment.groups import group_metadata, values_of
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Write
-from turnmill.records import Call, DropReason, SampleRecord, Task, encode
+from turnmill.records import Call, DropReason, InvalidReason, SampleRecord, Task, encode
 from turnmill.training.history import write_all
 from turnmill.training.samples import check_sample, stored_record
 
 logger = logging.getLogger(__name__)
 # Requests that may fail until a group is given up.
 MAX_TRIES = 3
+# Largest value: differences of larger ones are lost, or no number.
+MOST_VALUE = 1e6
 
 
 class Requests(Protocol):
@@ -54,6 +56,11 @@ class _Group:
     request_id: str | None = None
     num_failed: int = 0
 
+    @property
+    def in_order(self) -> list[tuple[SampleRecord, list[Call]]]:
+        """In one that does not depend on who was first."""
+        return [self.members[sample_id] for sample_id in sorted(self.members)]
+
 
 class GroupScoring:
     """The groups of one trainer that wait for their scores."""
@@ -81,21 +88,28 @@ class GroupScoring:
         group_id = ended.group_id
         group = self._groups[group_id]
         group.request_id = None
-        if ended.reward is None:
-            group.num_failed += 1
-            logger.warning("a group is not scored: %s: %s", ended.reason, ended.detail, extra={"at": ended.key})
-            if group.num_failed < MAX_TRIES:
-                await self._request(group_id, group)
-                return None
-            del self._groups[group_id]
-            return Scored(members=tuple(group.members.values()), failure=ended)
-        check_sample(ended)
-        if ended.metrics.keys() != group.members.keys():
-            raise RecordCorrupt(f"{ended.key}: metrics: expected {list(group.members)}, found {list(ended.metrics)}")
+        values = None
+        if ended.reward is not None:
+            check_sample(ended)
+            await self._requests.drop([ended.sample_id], DropReason.GROUP_SCORE)
+            values = values_of(ended.metrics, self._size)
+            detail = f"its metrics are no values of {self._size} samples: {', '.join(ended.metrics):.80}"
+            if values and max(map(abs, values)) > MOST_VALUE:
+                values, detail = None, f"its values are up to {max(map(abs, ended.metrics.values())):g}"
+            ended = replace(ended, reason=InvalidReason.REWARD_ERROR, detail=detail)
+        if values is None:
+            return await self._failed(group_id, group, ended)
         del self._groups[group_id]
-        members = await self._store(group, ended.metrics)
-        await self._requests.drop([ended.sample_id], DropReason.GROUP_SCORE)
-        return Scored(members=members)
+        return Scored(members=await self._store(group, values))
+
+    async def _failed(self, group_id: str, group: _Group, ended: SampleRecord) -> Scored | None:
+        group.num_failed += 1
+        logger.warning("a group is not scored: %s: %s", ended.reason, ended.detail, extra={"at": ended.key})
+        if group.num_failed < MAX_TRIES:
+            await self._request(group_id, group)
+            return None
+        del self._groups[group_id]
+        return Scored(members=tuple(group.in_order), failure=ended)
 
     def held(self, among: Collection[str]) -> list[SampleRecord]:
         """Those of the samples `among` that wait here."""
@@ -114,25 +128,22 @@ class GroupScoring:
         await self.give_up([id for group in self._groups.values() for id in group.members])
 
     async def _request(self, group_id: str, group: _Group) -> None:
-        # In an order that does not depend on who was first.
-        members = [group.members[sample_id] for sample_id in sorted(group.members)]
-        task = Task(id=f"group-{group_id}", metadata=group_metadata(members))
+        task = Task(id=f"group-{group_id}", metadata=group_metadata(group.in_order))
         (group.request_id,) = await self._requests.request([(task, group_id)])
 
-    async def _store(self, group: _Group, values: dict[str, float]) -> tuple[tuple[SampleRecord, list[Call]], ...]:
-        scored = []
-        for sample, calls in group.members.values():
-            worth = replace(sample, group_reward=values[sample.sample_id])
-            scored.append((replace(worth, report_digest=worth.expected_report_digest()), calls))
-        keys = [sample.key for sample, _ in scored]
-        writes = []
-        for (sample, _), stored in zip(scored, await self._records.get(keys), strict=True):
-            found = stored_record(stored, sample.key, SampleRecord)
-            held, _ = group.members[sample.sample_id]
+    async def _store(self, group: _Group, values: Sequence[float]) -> tuple[tuple[SampleRecord, list[Call]], ...]:
+        """The members with what the group adds, as they are stored now."""
+        keys = [sample.key for sample, _ in group.in_order]
+        scored, writes = [], []
+        for (held, calls), value, stored in zip(group.in_order, values, await self._records.get(keys), strict=True):
+            found = stored_record(stored, held.key, SampleRecord)
             if stored is None or found.report_digest != held.report_digest:
                 raise RecordCorrupt(
-                    f"{sample.key}: report_digest: expected {held.report_digest!r}, found {found.report_digest!r}"
+                    f"{held.key}: report_digest: expected {held.report_digest!r}, found {found.report_digest!r}"
                 )
-            writes.append(Write(key=sample.key, value=encode(sample), expected=stored.version))
+            worth = replace(found, group_reward=value)
+            worth = replace(worth, report_digest=worth.expected_report_digest())
+            scored.append((worth, calls))
+            writes.append(Write(key=worth.key, value=encode(worth), expected=stored.version))
         await write_all(self._records, writes)
         return tuple(scored)

@@ -1,6 +1,7 @@
 """Rewards that compare the samples of a group, in the loop: over real ports, scored by a real environment."""
 
 import asyncio
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ class GroupRollouts(ScriptedRollouts):
     """Scores groups with an environment; tells of one end at a time, in the order of the requests."""
 
     environment: Environment = Scoring(reward(rank, weight=0.5, per="group"))
-    groups: list[dict[str, Rollout]]
+    groups: list[list[Rollout]]
 
     async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
         ids: list[str] = []
@@ -112,8 +113,8 @@ async def test_a_function_sees_whole_conversations_rewards_and_metrics(
 ) -> None:
     await bench.train(group_rollouts, group_rewards=True, max_steps=1)
     group = group_rollouts.groups[0]
-    assert list(group) == ["t0_0", "t0_1", "t0_2", "t0_3"]
-    rollout = group["t0_0"]
+    assert [rollout.task.id for rollout in group] == ["t0_0", "t0_1", "t0_2", "t0_3"]
+    rollout = group[0]
     assert (rollout.reward, rollout.metrics, rollout.task.metadata) == (0.25, {"turns": 2.0}, {"prompt": "go"})
     assert [len(turn.messages) for turn in rollout.turns] == [1, 3]
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "user", "assistant"]
@@ -189,6 +190,37 @@ async def test_groups_that_can_never_be_scored_stop_the_run_with_the_reason(
     group_rollouts.environment = Scoring(reward(broken, per="group"))
     with pytest.raises(NoProgress, match=r"more than half .* reward function broken: it must return a list"):
         await bench.train(group_rollouts, group_rewards=True)
+
+
+class OtherRollouts(GroupRollouts):
+    """A worker whose environment says what it likes."""
+
+    metrics: dict[str, float]
+
+    async def score(self, task: Task, group_id: str) -> str:
+        sample_id = await super().score(task, group_id)
+        sample = replace(self.ready.pop(), metrics=self.metrics)
+        sample = replace(sample, report_digest=sample.expected_report_digest())
+        await self.put(sample.key, sample)
+        self.ready.append(sample)
+        return sample_id
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"0": 1.0}, "its metrics are no values of 4 samples: 0"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, "its metrics are no values of 4 samples: a, b, c, d"),
+        ({"0": 1.0, "1": 1e300, "2": 0.0, "3": 0.0}, "its values are up to 1e+300"),
+    ],
+)
+async def test_a_report_that_is_no_score_of_the_group_is_none(
+    bench: Bench, tiny_model: Path, builders: Builders, metrics: dict[str, float], text: str
+) -> None:
+    rollouts = OtherRollouts(bench.ports, tiny_model, builders, lambda task, g: 0.25)
+    rollouts.groups, rollouts.metrics = [], metrics
+    with pytest.raises(NoProgress, match=f"more than half .* reward_error: {re.escape(text)}"):
+        await bench.train(rollouts, group_rewards=True)
 
 
 class StoppingRollouts(GroupRollouts):
