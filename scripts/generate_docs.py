@@ -22,6 +22,7 @@ VARIABLES = {
     "TURNMILL_BACKEND": "`embedded` or `aws`, as `--backend`; a deployment keeps the one that it began with",
     "TURNMILL_WORKER_TOKEN": "secret that a worker shows to the proxy",
     "TURNMILL_WORKER_CONFIG": "parameters of the run, as a worker gets them",
+    "TURNMILL_JUDGE_SETTINGS": "judges that a worker's environment may ask, without their secrets",
     "TURNMILL_PROXY_URL": "where a worker finds the proxy",
     "TURNMILL_PROXY_AUTH": "`sigv4`: a worker signs its requests to the proxy, as the URL of a function wants it",
     "TURNMILL_PROXY_LISTEN": "HOST:PORT at which a proxy listens, where that is not what its URL says",
@@ -44,7 +45,7 @@ A value comes from the last of these layers that sets it; `turnmill status RUN` 
 
 In TOML a value has its type: an integer will do for a number, `true` is no integer, text is no number; NaN and infinity
 are refused. In the environment and on the command line it is text, read by the parameter's type: `true`, `false`, `1`,
-`0`, `yes`, `no` for a truth, a JSON object for `env_args`.
+`0`, `yes`, `no` for a truth, a JSON object for `env_args`, `A,B` for a list of texts.
 
 A name that does not exist, a value that does not fit and a combination that can't work are errors. All of a load are
 reported at once, one a line, with key, value, source, what is allowed and the closest match of a misspelled name; the
@@ -74,6 +75,21 @@ logged meanwhile.
 """
 
 
+ENVIRONMENT_PARAMETERS_TEXT = """## Which environment a run plays
+
+One of three parameters says it; two of them in one configuration are an error, wherever they are set.
+
+| set | played | made with |
+|---|---|---|
+| `env` (or nothing) | the built-in environment of that id, else the package | `env_args` |
+| `use_custom_env = true` | the package `custom_env_id` in `custom-environments`, never a built-in one | `env_args` |
+| `vf_env_id` | the package, whose environment must be one of verifiers | `vf_env_args` |
+
+Arguments for an environment that is not played are an error too, and so is a `custom_env_id` other than the default
+without `use_custom_env`. What the base model's `recipe.toml` says about its environment holds for whoever sets none of
+the three."""
+
+
 def parameters_page() -> str:
     parts = [
         INTRODUCTION,
@@ -82,6 +98,7 @@ def parameters_page() -> str:
         "|---|---|---|---|---|",
     ]
     parts += [row(parameter) for parameter in describe()]
+    parts += ["", ENVIRONMENT_PARAMETERS_TEXT]
     words = {"<": "is less than", "<=": "does not exceed", "%": "is a multiple of"}
     parts += ["\n## Combinations\n"]
     parts += [f"- `{rule.left}` {words[rule.relation]} `{rule.right}`: {rule.why}" for rule in COMBINATIONS]
@@ -91,8 +108,13 @@ def parameters_page() -> str:
 
 
 def row(parameter: Parameter) -> str:
-    default = str(parameter.default).lower() if parameter.kind is bool else str(parameter.default)
-    cells = [f"`{parameter.name}`", parameter.type_name, f"`{default}`", parameter.range_text, parameter.doc]
+    cells = [
+        f"`{parameter.name}`",
+        parameter.type_name,
+        f"`{parameter.default_text}`",
+        parameter.range_text,
+        parameter.doc,
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -111,7 +111,10 @@ class Unauthorized(TurnmillError):
 
 
 class DeliveryFailed(TurnmillError):
-    """A channel did not take an alert. `is_final`: it never will; else wait at least `retry_after_s`, if given."""
+    """Somebody else's server did not take a message, an alert or a judge's question.
+
+    `is_final`: it never will; else wait at least `retry_after_s`, if given.
+    """
 
     def __init__(self, message: str, *, is_final: bool = False, retry_after_s: float | None = None) -> None:
         super().__init__(message)

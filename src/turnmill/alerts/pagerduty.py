@@ -9,7 +9,7 @@ import datetime
 from typing import Any
 
 from turnmill.alerts.build import cut
-from turnmill.alerts.http import check_status, post_json
+from turnmill.outgoing import check_status, post_json
 from turnmill.records import Alert, DeliveryAction, encode
 
 URL = "https://events.pagerduty.com/v2/enqueue"

@@ -8,8 +8,8 @@ characters, plain; a section's text 3 000, each of its at most 10 fields 2 000; 
 import datetime
 from typing import Any
 
-from turnmill.alerts.http import check_status, post_json
 from turnmill.errors import DeliveryFailed
+from turnmill.outgoing import check_status, post_json
 from turnmill.records import Alert, DeliveryAction, Severity, encode
 
 _MOST_HEADER = 150

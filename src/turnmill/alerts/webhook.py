@@ -15,8 +15,8 @@ import hashlib
 import hmac
 import time
 
-from turnmill.alerts.http import check_status, post_json
 from turnmill.errors import Unauthorized
+from turnmill.outgoing import check_status, post_json
 from turnmill.records import Alert, DeliveryAction, encode, told
 
 TIMESTAMP_HEADER = "X-Turnmill-Timestamp"

@@ -15,9 +15,9 @@ from turnmill.config import Parameter, describe, parameter_names
 F = TypeVar("F", bound=Callable[..., Any])
 # What an evaluation alone has no use for.
 TRAINING = frozenset(
-    "training_method max_steps global_batch_size number_generation max_refill_rounds rollout_strategy shuffle "
-    "lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low clip_ratio_high "
-    "kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance "
+    "training_method group_rewards max_steps global_batch_size number_generation max_refill_rounds rollout_strategy "
+    "shuffle lr min_lr lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 grad_clip clip_ratio_low "
+    "clip_ratio_high kl_coeff ent_coeff audit_mean_tolerance audit_max_tolerance "
     "baseline_rollouts baseline_max_rollouts ignore_baseline promotion".split()
 )
 EPILOG = (
@@ -85,13 +85,12 @@ def collect_flags(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _option(parameter: Parameter) -> Callable[[F], F]:
-    default = str(parameter.default).lower() if parameter.kind is bool else str(parameter.default)
     limits = f"{parameter.range_text}; " if parameter.range_text else ""
-    text = f"{parameter.doc[0].upper()}{parameter.doc[1:]}. [{limits}default: {default}]"
+    text = f"{parameter.doc[0].upper()}{parameter.doc[1:]}. [{limits}default: {parameter.default_text}]"
     if parameter.kind is bool:
         declaration = f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
         return click.option(declaration, parameter.name, cls=ParameterOption, default=None, help=text)
-    metavar = {int: "INTEGER", float: "NUMBER", str: "TEXT", dict: "JSON"}[parameter.kind]
+    metavar = {int: "INTEGER", float: "NUMBER", str: "TEXT", dict: "JSON", tuple: "A,B"}[parameter.kind]
     return click.option(
         parameter.flag, parameter.name, cls=ParameterOption, type=str, default=None, metavar=metavar, help=text
     )

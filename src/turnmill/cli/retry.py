@@ -26,7 +26,7 @@ def retry(run_id: str, config_file: Path | None, root: Path, as_json: bool, **fl
     `turnmill up`; any other one runs in the foreground. `turnmill resume` instead goes on with the same run.
     """
     run = find_run(root, run_id)
-    order = plan(run, file=config_file, flags=collect_flags(flags))
+    order = plan(root, run, file=config_file, flags=collect_flags(flags))
     again: Retry = run_loop(claim(root, run, order))
     new_id = again.origin.run_id
     try:

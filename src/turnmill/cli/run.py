@@ -29,7 +29,7 @@ from turnmill.cli.options import (
 from turnmill.cli.serve import step_option
 from turnmill.cli.show import at_root, find_run, json_option, load_metrics, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, command, say, show
-from turnmill.config import Resolved, from_dict, to_dict
+from turnmill.config import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, Resolved, from_dict, to_dict
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import Duplicate, InvalidInput, NotFound, TurnmillError
 from turnmill.records import Run, RunKind
@@ -46,7 +46,16 @@ from turnmill.wiring.variables import log_format
 
 data_file = click.Path(path_type=Path)
 # How conversations go, for a model that was trained so. The token budget bounds their length.
-PLAYED = ("env", "env_args", "max_length", "max_new_tokens", "micro_batch_tokens", "temperature", "success_threshold")
+PLAYED = (
+    "judges",
+    "max_length",
+    "max_new_tokens",
+    "micro_batch_tokens",
+    "temperature",
+    "client_sampling",
+    "served_model_names",
+    "success_threshold",
+)
 figures_option = json_option("Print the figures of the run as one object; all else goes to standard error.")
 
 
@@ -130,9 +139,11 @@ def evaluate(
 def as_played(resolved: Resolved, run: Run) -> Resolved:
     """`resolved` with what was set for `run` about playing, where nothing else sets it; raises `ConfigError`."""
     unset = ("default", "recipe.toml")
+    is_another = any(resolved.sources[name] not in unset for name in ENVIRONMENT_CHOICES)
     taken = {
         name: run.config[name]
-        for name in PLAYED
+        # What was set about one environment is not for another.
+        for name in (PLAYED if is_another else (*ENVIRONMENT_PARAMETERS, *PLAYED))
         if resolved.sources[name] in unset and run.sources.get(name, "default") not in unset
     }
     sources = {**resolved.sources, **dict.fromkeys(taken, f"run {run.run_id}")}
@@ -193,7 +204,7 @@ Walk = Callable[[asyncio.Event, Callable[[Run], None]], Awaitable[tuple[Run, Tur
 
 
 def _start(root: Path, order: Order, backend: str | None, is_local: bool, as_json: bool) -> None:
-    check_order(order)
+    check_order(root, order)
     _check_root(root)
     choose(root, flag=backend, is_local=is_local, environ=os.environ)
     in_foreground(root, lambda cancel, created: execute(root, order, cancel=cancel, created=created), as_json)

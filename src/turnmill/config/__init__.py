@@ -9,9 +9,19 @@ command line, the checks and the documentation follow.
 
 from turnmill.config.limits import Ceilings, PriceSettings
 from turnmill.config.loading import OTHER_VARIABLES, Resolved, base_model_of, from_dict, load_config, to_dict
-from turnmill.config.parameters import EXTERNAL_PARAMETERS, Config, Parameter, describe, parameter_names
+from turnmill.config.parameters import (
+    ENVIRONMENT_CHOICES,
+    ENVIRONMENT_PARAMETERS,
+    EXTERNAL_PARAMETERS,
+    Config,
+    Parameter,
+    describe,
+    parameter_names,
+)
 
 __all__ = [
+    "ENVIRONMENT_CHOICES",
+    "ENVIRONMENT_PARAMETERS",
     "EXTERNAL_PARAMETERS",
     "OTHER_VARIABLES",
     "Ceilings",

@@ -1,10 +1,15 @@
 """Parameters that only fit together: one table of relations, and the messages for those that do not hold."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from turnmill.config.parameters import ENVIRONMENT_CHOICES, Config
 from turnmill.config.values import shown
+
+# An id becomes the name of a folder and of a module.
+_ENV_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +91,27 @@ RULES = (
         why="a mean is never larger than the maximum",
     ),
 )
+
+
+def environment_problems(values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> list[str]:
+    """What contradicts itself among the parameters that say which environment is played; arguments as in `problem`."""
+
+    def told(name: str) -> str:
+        return f"{name} = {shown(values[name])} ({places[name]})"
+
+    ways = [name for name in ENVIRONMENT_CHOICES if name in chosen and values[name]]
+    if len(ways) > 1:
+        names = " and ".join(told(name) for name in ways)
+        return [f"{names} each name an environment: a run plays one, so set one of them"]
+    problems = []
+    played = ways[0] if ways else "env"
+    id_name = {"use_custom_env": "custom_env_id"}.get(played, played)
+    if not _ENV_ID.fullmatch(values[id_name]):
+        problems.append(f"{told(id_name)}: must be the id of an environment: letters, digits, - and _")
+    if played == "vf_env_id" and values["env_args"]:
+        problems.append(f"{told('env_args')} are not for {told('vf_env_id')}: set vf_env_args instead")
+    if played != "vf_env_id" and values["vf_env_args"]:
+        problems.append(f"{told('vf_env_args')} is read with vf_env_id alone, which is not set: set it, or env_args")
+    if played != "use_custom_env" and values["custom_env_id"] != Config().custom_env_id:
+        problems.append(f"{told('custom_env_id')} is not read: set use_custom_env = true as well, or env instead")
+    return problems

@@ -15,13 +15,13 @@ name = "turnmill"                   # of the deployment, as `turnmill deploy` ma
 region = "eu-west-1"                # else as every AWS tool finds it, like the credentials
 endpoint_url = "http://127.0.0.1:4566"   # of an emulator
 
-[ceilings] and [prices]: see `limits`.
+[ceilings] and [prices]: see `limits`; [[judges]]: see `judges`.
 """
 
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from turnmill.config.backends import BackendSettings, read_backend
+from turnmill.config.judges import JudgeSettings, read_judges
 from turnmill.config.limits import Ceilings, PriceSettings, read_ceilings, read_prices
 from turnmill.config.parameters import PREFIX
 from turnmill.errors import ConfigError, printable
@@ -100,6 +101,7 @@ class Deployment:
     backend: BackendSettings | None = None
     ceilings: Ceilings = Ceilings()
     prices: PriceSettings = PriceSettings()
+    judges: tuple[JudgeSettings, ...] = ()
 
 
 def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
@@ -111,7 +113,8 @@ def load_deployment(root: Path, environ: Mapping[str, str]) -> Deployment:
     reader = _Reader(environ)
     ceilings, prices = _limits(values, root, reader.problems)
     backend = read_backend(values.get("backend"), reader.problems)
-    deployment = replace(reader.deployment(values), backend=backend, ceilings=ceilings, prices=prices)
+    judges = read_judges(values.get("judges", []), reader.problems)
+    deployment = replace(reader.deployment(values), backend=backend, ceilings=ceilings, prices=prices, judges=judges)
     _raise(reader.problems, root / FILE)
     return deployment
 
@@ -133,6 +136,24 @@ def load_backend(root: Path) -> BackendSettings | None:
     found = read_backend(_read(root / FILE).get("backend"), problems)
     _raise(problems, root / FILE)
     return found
+
+
+def load_judges(root: Path, names: Sequence[str]) -> tuple[JudgeSettings, ...]:
+    """Those of the judges that a run names, as `load_limits` does with the limits.
+
+    Raises `ConfigError` for one that the file has not, too.
+    """
+    if not names:
+        return ()
+    problems: list[str] = []
+    known = {judge.name: judge for judge in read_judges(_read(root / FILE).get("judges", []), problems)}
+    _raise(problems, root / FILE)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known) or 'none'}"
+            raise ConfigError(f"judges: {root / FILE} has no judge {printable(name)!r}; {hint}")
+    return tuple(known[name] for name in names)
 
 
 def _limits(values: dict[str, Any], root: Path, problems: list[str]) -> tuple[Ceilings, PriceSettings]:
@@ -172,7 +193,7 @@ class _Reader:
         self._environ = environ
 
     def deployment(self, values: dict[str, Any]) -> Deployment:
-        self._refuse_unknown("", values, ("alerts", "backend", "mlflow", "ceilings", "prices"))
+        self._refuse_unknown("", values, ("alerts", "backend", "mlflow", "ceilings", "prices", "judges"))
         mlflow = self._mlflow(values.get("mlflow"))
         tables = values.get("alerts", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

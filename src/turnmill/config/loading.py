@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill.config.combinations import RULES
-from turnmill.config.parameters import PREFIX, Config, describe
+from turnmill.config.combinations import RULES, environment_problems
+from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
 from turnmill.config.values import Unfit, check, parse, shown, suggest
 from turnmill.errors import ConfigError, printable
 
@@ -21,6 +21,7 @@ OTHER_VARIABLES = (
     "TURNMILL_BACKEND",
     "TURNMILL_WORKER_TOKEN",
     "TURNMILL_WORKER_CONFIG",
+    "TURNMILL_JUDGE_SETTINGS",
     "TURNMILL_PROXY_URL",
     "TURNMILL_PROXY_AUTH",
     "TURNMILL_PROXY_LISTEN",
@@ -79,7 +80,9 @@ def from_dict(values: Mapping[str, Any], *, source: str = "run record") -> Confi
     """The inverse of `to_dict`, checked like a file; a key that is missing takes its default. Raises `ConfigError`."""
     layers = _Layers()
     for key, value in values.items():
-        layers.add(_Given(key=key, value=value, source=source, place=source))
+        # A record holds all parameters, and so not only what was set.
+        if not layers.is_default(key, value):
+            layers.add(_Given(key=key, value=value, source=source, place=source))
     return layers.resolve().config
 
 
@@ -106,6 +109,11 @@ class _Layers:
         self.given: dict[str, _Given] = {}
         self.problems: list[str] = []
         self._bad: set[str] = set()
+
+    def is_default(self, key: str, value: Any) -> bool:
+        """Whether it is what the parameter is anyway: in its type, too."""
+        parameter = self.parameters.get(key)
+        return parameter is not None and type(value) is parameter.kind and value == parameter.default
 
     def add(self, given: _Given) -> None:
         """Take a value that has a type already."""
@@ -179,6 +187,7 @@ class _Layers:
 
     def resolve(self) -> Resolved:
         """The configuration; raises `ConfigError` with all problems, those of combinations included."""
+        self._drop_recipe_environment()
         values = {name: parameter.default for name, parameter in self.parameters.items()}
         values |= {key: given.value for key, given in self.given.items()}
         places = {name: self.given[name].place if name in self.given else DEFAULT for name in values}
@@ -186,11 +195,22 @@ class _Layers:
         for rule in RULES:
             if not self._bad & {rule.left, rule.right} and (problem := rule.problem(values, places, chosen)):
                 self.problems.append(problem)
+        if not self._bad & set(ENVIRONMENT_PARAMETERS):
+            self.problems += environment_problems(values, places, chosen)
         if self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{many} in the configuration:", *self.problems]))
         sources = {name: self.given[name].source if name in self.given else DEFAULT for name in values}
         return Resolved(config=Config(**values), sources=sources)
+
+    def _drop_recipe_environment(self) -> None:
+        """A recipe's environment and its arguments belong together: who plays another one gets none of them."""
+        names = [name for name in ENVIRONMENT_PARAMETERS if name in self.given]
+        is_recipes = {name: self.given[name].source == RECIPE for name in names}
+        if any(self.given[name].value and not is_recipes[name] for name in names if name in ENVIRONMENT_CHOICES):
+            for name in names:
+                if is_recipes[name]:
+                    del self.given[name]
 
 
 def _collect(

@@ -4,12 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
 
+from turnmill.records import EnvironmentChoice, EnvironmentOrigin
+
 PREFIX = "TURNMILL_"
 # Those that mean something where trainer, weights and generation are somebody else's.
 EXTERNAL_PARAMETERS = frozenset(
-    "env env_args max_concurrent_rollouts training_timeout call_timeout_s worker_lease_s max_attempts max_new_tokens "
-    "temperature".split()
+    "env env_args use_custom_env custom_env_id vf_env_id vf_env_args max_concurrent_rollouts training_timeout "
+    "call_timeout_s worker_lease_s max_attempts max_new_tokens temperature client_sampling served_model_names".split()
 )
+# Each names an environment, where it is set and not empty or false.
+ENVIRONMENT_CHOICES = ("env", "use_custom_env", "vf_env_id")
+# Those that say together which environment a run plays.
+ENVIRONMENT_PARAMETERS = ("env", "env_args", "use_custom_env", "custom_env_id", "vf_env_id", "vf_env_args")
 
 
 def param(
@@ -35,8 +41,13 @@ class Config:
     # What is trained, on what
     base_model: str = param("wordle-tiny", "shipped model name, or folder with a Hugging Face model")
     training_method: str = param("RFT_MULTITURN_FULL", "what is updated", choices=("RFT_MULTITURN_FULL",))
-    env: str = param("wordle", "environment id", choices=("wordle",))
-    env_args: dict[str, Any] = param({}, "keyword arguments of load_environment")
+    env: str = param("wordle", "environment: a built-in one, or a package by its id")
+    env_args: dict[str, Any] = param({}, "keyword arguments of load_environment, of `env` or `custom_env_id`")
+    use_custom_env: bool = param(False, "play the package `custom_env_id` instead of `env`")
+    custom_env_id: str = param("my-custom-env", "package in custom-environments, read where `use_custom_env` is true")
+    vf_env_id: str = param("", "package of a verifiers environment, played instead of `env`; empty: none")
+    vf_env_args: dict[str, Any] = param({}, "keyword arguments of load_environment, of `vf_env_id`")
+    judges: tuple[str, ...] = param((), "judges of the deployment that the environment may ask")
     seed: int = param(0, "seed of the run: sampling and data order", ge=0, le=2**32 - 1)
 
     # Rollouts
@@ -48,12 +59,19 @@ class Config:
     max_length: int = param(16384, "most tokens of one conversation, prompt included", ge=8, le=1048576)
     max_new_tokens: int = param(4096, "most tokens of one generation call", ge=1, le=1048576)
     temperature: float = param(1.0, "sampling temperature", gt=0, le=2)
+    client_sampling: str = param(
+        "refuse",
+        "calls that ask for other sampling than the run's: refused, or played and recorded as asked",
+        choices=("refuse", "record"),
+    )
+    served_model_names: tuple[str, ...] = param((), "model names that an agent may ask for; none: any name")
 
     # Batches
     max_steps: int = param(100, "optimizer steps", ge=1, le=100000)
     global_batch_size: int = param(64, "conversations of one optimizer step", ge=2, le=65536)
     number_generation: int = param(8, "conversations of one group (same task)", ge=2, le=1024)
     max_refill_rounds: int = param(6, "replacement groups per step, times the groups of a batch", ge=0, le=1000)
+    group_rewards: bool = param(False, "add what the environment's reward functions per group say of a whole group")
     rollout_strategy: str = param("on_policy_sync", "how rollouts follow versions", choices=("on_policy_sync",))
     shuffle: bool = param(False, "shuffle the tasks of each epoch (seeded) instead of file order")
 
@@ -112,6 +130,17 @@ class Config:
     )
 
     @property
+    def environment(self) -> EnvironmentChoice:
+        """What a run plays; the names of the others mean nothing."""
+        if self.use_custom_env:
+            origin, env_id, env_args = EnvironmentOrigin.CUSTOM, self.custom_env_id, self.env_args
+        elif self.vf_env_id:
+            origin, env_id, env_args = EnvironmentOrigin.VERIFIERS, self.vf_env_id, self.vf_env_args
+        else:
+            origin, env_id, env_args = EnvironmentOrigin.ANY, self.env, self.env_args
+        return EnvironmentChoice(env_id=env_id, env_args=env_args, origin=origin)
+
+    @property
     def groups_per_batch(self) -> int:
         return self.global_batch_size // self.number_generation
 
@@ -131,7 +160,7 @@ class Parameter:
     """One row of the parameter table: what the documentation, the command line and the checks are made from."""
 
     name: str
-    # int, float, str, bool or dict
+    # int, float, str, bool, dict, or tuple (of texts)
     kind: type
     default: Any
     doc: str
@@ -150,7 +179,14 @@ class Parameter:
 
     @property
     def type_name(self) -> str:
-        return {int: "integer", float: "number", str: "text", bool: "true or false", dict: "JSON object"}[self.kind]
+        return _TYPE_NAMES[self.kind]
+
+    @property
+    def default_text(self) -> str:
+        """As the command line takes it."""
+        if self.kind is tuple:
+            return ",".join(self.default) or "none"
+        return (str(self.default).lower() if self.kind is bool else str(self.default)) or "none"
 
     @property
     def range_text(self) -> str:
@@ -167,6 +203,16 @@ class Parameter:
         """Type and range in words, as error messages give them."""
         article = "an " if self.kind is int else "" if self.kind in (bool, str) else "a "
         return self.range_text if self.choices else f"{article}{self.type_name} {self.range_text}".strip()
+
+
+_TYPE_NAMES: dict[type, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "JSON object",
+    tuple: "list of texts",
+}
 
 
 def _plain(number: float) -> str:

@@ -39,6 +39,8 @@ def parse(parameter: Parameter, text: str) -> Any:
             return json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise Unfit(f"must be a JSON object such as '{{\"max_turns\": 6}}' ({error})") from error
+    if parameter.kind is tuple:
+        return [name.strip() for name in text.split(",")] if stripped else []
     # Text; or no number at all, which `check` refuses by its type.
     return text
 
@@ -47,6 +49,8 @@ def check(parameter: Parameter, value: Any) -> Any:
     """`value` if it has the parameter's type and is in its range (an integer counts as a number); raises `Unfit`."""
     # `type(...) is`, because a bool is an int to isinstance.
     fits = type(value) is parameter.kind or (parameter.kind is float and type(value) is int)
+    if parameter.kind is tuple and type(value) in (list, tuple):
+        return _texts(value)
     if not fits:
         raise Unfit(f"must be {parameter.allowed}{suggest(value, parameter.choices)}")
     if parameter.kind is str and not _is_unicode(value):
@@ -58,6 +62,16 @@ def check(parameter: Parameter, value: Any) -> Any:
     if parameter.kind in (int, float):
         _check_range(parameter, value)
     return float(value) if parameter.kind is float else value
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    """As they are, if each is a text that says something and none is there twice; raises `Unfit`."""
+    texts = tuple(values)
+    if not all(type(text) is str and text.strip() and _is_unicode(text) for text in texts):
+        raise Unfit("must be a list of texts, none of them empty")
+    if len(set(texts)) < len(texts):
+        raise Unfit("must be a list of texts, none of them twice")
+    return texts
 
 
 def _check_range(parameter: Parameter, value: float) -> None:

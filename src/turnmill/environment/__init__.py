@@ -1,6 +1,45 @@
-"""The world that the agent acts in: `load(id, arguments)` makes an environment."""
+"""The world that the agent acts in: what environments are written with. `registry` finds and loads that of a run."""
 
-from turnmill.environment.base import Chat, Environment, Outcome, RewardError, Score, opening_messages
-from turnmill.environment.registry import environment_ids, load
+from turnmill.environment.base import (
+    Chat,
+    Environment,
+    ScriptedChat,
+    ScriptedTurn,
+    opening_messages,
+)
+from turnmill.environment.games import End, Game, Observation, Opening
+from turnmill.environment.judges import Judge, judge
+from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn
+from turnmill.environment.rewards import RewardFunction, metric, reward
+from turnmill.environment.tools import Talk, Tool, ToolError, ToolLimits, call_of, talk
+from turnmill.environment.watching import JudgeUnavailable
 
-__all__ = ["Chat", "Environment", "Outcome", "RewardError", "Score", "environment_ids", "load", "opening_messages"]
+__all__ = [
+    "Chat",
+    "End",
+    "Environment",
+    "Game",
+    "Judge",
+    "JudgeUnavailable",
+    "Message",
+    "Observation",
+    "Opening",
+    "Outcome",
+    "RewardError",
+    "RewardFunction",
+    "Rollout",
+    "Score",
+    "ScriptedChat",
+    "ScriptedTurn",
+    "Talk",
+    "Tool",
+    "ToolError",
+    "ToolLimits",
+    "Turn",
+    "call_of",
+    "judge",
+    "metric",
+    "opening_messages",
+    "reward",
+    "talk",
+]

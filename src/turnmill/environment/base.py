@@ -1,6 +1,6 @@
 """What an environment is: it plays one task through a chat, and says what the conversation is worth.
 
-    Task -> play(task, chat) -> Outcome -> score(task, messages) -> reward and metrics
+    Task -> play(task, chat) -> Outcome -> rewards, or score(task, messages) -> reward and metrics
 
 An environment raises plain Python errors; `turnmill.environment.boundary` turns them into reasons. One instance plays
 many tasks at once, so what belongs to a conversation lives in local variables of `play`.
@@ -8,23 +8,34 @@ many tasks at once, so what belongs to a conversation lives in local variables o
 
 import itertools
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from turnmill.errors import DataError
-from turnmill.records import FinishReason, Reply, StopReason, Task
+from turnmill.environment.outcomes import Message, Outcome, RewardError, Score
+from turnmill.environment.rewards import RewardFunction, own
+from turnmill.errors import DataError, GenerationFailed
+from turnmill.records import FinishReason, Reply, ReplyTokens, Task, encode
 
-Message = Mapping[str, Any]
+__all__ = [
+    "CONTEXT_LENGTH_EXCEEDED",
+    "Chat",
+    "Environment",
+    "Message",
+    "Outcome",
+    "RewardError",
+    "Score",
+    "ScriptEnded",
+    "ScriptedChat",
+    "ScriptedTurn",
+    "is_context_full",
+    "opening_messages",
+]
 
 # `GenerationFailed.code` of a call whose conversation fills the context: an end that the policy caused.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-
-
-class RewardError(Exception):
-    """The reward can't be computed or is no finite number. Raise it from `play` where play computes the reward."""
+# What a script says in a turn: a text, or a whole message, which may call tools.
+ScriptedTurn = str | Message
 
 
 class Chat(Protocol):
@@ -41,36 +52,14 @@ class Chat(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """What a conversation is worth. Raises `RewardError` for a reward or metric that is no finite number."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", _finite("reward", self.reward))
-        object.__setattr__(self, "metrics", _finite_metrics(self.metrics))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a conversation ended. Raises `RewardError` for a reward or metric that is no finite number."""
-
-    stop_reason: StopReason = StopReason.END_OF_CONVERSATION
-    # None: `Environment.score` computes it.
-    reward: float | None = None
-    # Joined with those of `score`.
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.reward is not None:
-            object.__setattr__(self, "reward", _finite("reward", self.reward))
-        object.__setattr__(self, "metrics", _finite_metrics(self.metrics))
-
-
 class Environment(ABC):
-    """The world that the agent acts in."""
+    """The world that the agent acts in: agent style, where `play` talks with the model; `games.Game` is its other form.
+
+    The reward comes from one of three: `play` returns it, `rewards` compute it, or `score` does.
+    """
+
+    # Weighed and added up for the reward of a rollout; () where `play` or `score` gives it.
+    rewards: Sequence[RewardFunction] = ()
 
     @abstractmethod
     async def play(self, task: Task, chat: Chat) -> Outcome:
@@ -82,25 +71,33 @@ class Environment(ABC):
     async def score(self, task: Task, messages: Sequence[Message]) -> Score:
         """The worth of a conversation as it stands: `messages` of the last call and its answer.
 
-        Called when `play` returned no reward, and when the context filled up, with the message that got no answer
-        last. An exception or a NaN makes the rollout invalid (`reward_error`).
+        Called where there are no `rewards`, when `play` returned no reward, and when the context filled up, with the
+        message that got no answer last. An exception or a NaN makes the rollout invalid (`reward_error`).
         """
         raise RewardError(
-            f"{type(self).__name__}.play gave no reward and the class has no `score`: return a reward, also where "
-            f"the context fills up (GenerationFailed, code {CONTEXT_LENGTH_EXCEEDED}), or define `score`"
+            f"{type(self).__name__}.play gave no reward and the class has neither `rewards` nor `score`: return a "
+            f"reward, also where the context fills up (GenerationFailed, code {CONTEXT_LENGTH_EXCEEDED}), or define "
+            "`score` or `rewards`"
         )
 
     def validate(self, task: Task) -> None:
         """Check a task before any rollout; raises `DataError` naming the field that this environment can't use."""
         opening_messages(task)
 
-    def gold(self, task: Task) -> Iterable[str] | None:
+    def gold(self, task: Task) -> Iterable[ScriptedTurn] | None:
         """The assistant turns of a conversation that earns a good reward, for the check before a run; or None.
+
+        A text each, or a whole message: `tools.call_of` makes one that calls tools.
 
         Here: `metadata.answer`, as often as it is asked for. Override it where more than the answer is asked for.
         """
         answer = task.metadata.get("answer")
         return None if answer is None else itertools.repeat(answer if isinstance(answer, str) else json.dumps(answer))
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Of the metrics that make up the reward, by name, for the check before a run; {} where none do."""
+        return {each.name: each.weight for each in own(self.rewards) if each.weight}
 
 
 def opening_messages(task: Task) -> list[dict[str, Any]]:
@@ -116,6 +113,13 @@ def opening_messages(task: Task) -> list[dict[str, Any]]:
     raise DataError(f"task {task.id}: metadata.prompt must be a text or a list of messages, not {prompt!r:.80}")
 
 
+def is_context_full(error: BaseException) -> bool:
+    """Whether a call failed because its conversation is full; also of calls side by side, whose errors are a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_context_full(inner) for inner in error.exceptions)
+    return isinstance(error, GenerationFailed) and error.code == CONTEXT_LENGTH_EXCEEDED
+
+
 class ScriptEnded(Exception):
     """An environment asked for more assistant turns than its script has."""
 
@@ -123,10 +127,11 @@ class ScriptEnded(Exception):
 class ScriptedChat:
     """A chat that plays given assistant turns, without a model: gold and garbage before a run, games in tests.
 
-    An exception among the turns is raised in its place. `calls` keeps the messages of each call.
+    An exception among the turns is raised in its place. `calls` keeps the messages of each call. Where token ids are
+    asked for, each byte counts as a token.
     """
 
-    def __init__(self, turns: Iterable[str | Exception]) -> None:
+    def __init__(self, turns: Iterable[ScriptedTurn | Exception]) -> None:
         self._turns = iter(turns)
         self.calls: list[list[Message]] = []
 
@@ -135,22 +140,16 @@ class ScriptedChat:
         for turn in self._turns:
             if isinstance(turn, Exception):
                 raise turn
-            return Reply(message={"role": "assistant", "content": turn}, finish_reason=FinishReason.STOP)
+            return _said(turn, _bytes_as_tokens(messages, turn) if params.get("return_token_ids") else None)
         raise ScriptEnded(f"the script ended before call {len(self.calls)}")
 
 
-def _finite(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"{name} must be a number, not {value!r:.80}") from error
-    if not math.isfinite(number):
-        raise RewardError(f"{name} must be finite, not {number}")
-    return number
+def _said(turn: ScriptedTurn, tokens: ReplyTokens | None) -> Reply:
+    message = {"role": "assistant", **({"content": turn} if isinstance(turn, str) else turn)}
+    reason = FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP
+    return Reply(message=message, finish_reason=reason, tokens=tokens)
 
 
-def _finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    for name in metrics:
-        if not isinstance(name, str) or not name:
-            raise RewardError(f"a metric's name must be a text, not {name!r:.80}")
-    return {name: _finite(f"metric {name}", value) for name, value in metrics.items()}
+def _bytes_as_tokens(messages: Sequence[Message], turn: ScriptedTurn) -> ReplyTokens:
+    sampled = list(turn.encode() if isinstance(turn, str) else encode(turn))
+    return ReplyTokens(prompt_ids=list(encode(messages)), sampled_ids=sampled, logprobs=[0.0] * len(sampled))

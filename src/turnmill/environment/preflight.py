@@ -20,9 +20,12 @@ from turnmill.environment.base import (
     Environment,
     Message,
     ScriptedChat,
+    ScriptedTurn,
     opening_messages,
 )
 from turnmill.environment.boundary import WatchedChat, describe, play_scored
+from turnmill.environment.outcomes import Rollout
+from turnmill.environment.rewards import Per, weigh_group
 from turnmill.errors import DataError, GenerationFailed
 from turnmill.records import (
     Check,
@@ -73,6 +76,8 @@ class _Played:
     script: str
     result: RolloutResult
     num_turns: int
+    # None where it has no reward.
+    rollout: Rollout | None
 
 
 class _Script(ScriptedChat):
@@ -108,8 +113,9 @@ class _Preflight:
             if self._fits(task):
                 await self._play_all(task)
         num_turns = sum(played.num_turns for played in self._played)
+        of_group = await self._group_checks()
         return PreflightReport(
-            checks=self._checks(chosen),
+            checks=(*self._checks(chosen), *of_group),
             tasks=tuple(chosen),
             num_turns=num_turns,
             seconds_per_turn=self._took_s / num_turns if num_turns else None,
@@ -150,7 +156,7 @@ class _Preflight:
             await self._play(task, "full context", ())
             await self._play(task, "full context", (GARBAGE,))
 
-    def _gold(self, task: Task) -> Iterable[str] | None:
+    def _gold(self, task: Task) -> Iterable[ScriptedTurn] | None:
         self._playing(f"task {task.id}, its gold answer")
         try:
             gold = self._environment.gold(task)
@@ -161,16 +167,17 @@ class _Preflight:
             self._without_gold.append(task.id)
         return gold
 
-    async def _play(self, task: Task, script: str, turns: Iterable[str]) -> None:
+    async def _play(self, task: Task, script: str, turns: Iterable[ScriptedTurn]) -> None:
         if self._hangs is not None:
             return
         what = f"task {task.id}, {script}"
         self._playing(what)
         most = min(_MOST_TURNS, self._request.max_length)
         chat = _Script(_limited(turns, most, then_full=script != "gold"))
+        watched = WatchedChat(chat)
         began = time.monotonic()
         playing = asyncio.create_task(
-            play_scored(self._environment, task, WatchedChat(chat), reward_range=self._request.reward_range),
+            play_scored(self._environment, task, watched, reward_range=self._request.reward_range),
             name=f"preflight {what}",
         )
         try:
@@ -186,7 +193,15 @@ class _Preflight:
             result = RolloutResult(reason=InvalidReason.ENV_ERROR, detail=self._hangs)
         elif not playing.cancelled():
             result = playing.result()
-        self._played.append(_Played(task_id=task.id, script=script, result=result, num_turns=len(chat.calls)))
+        self._played.append(
+            _Played(
+                task_id=task.id,
+                script=script,
+                result=result,
+                num_turns=len(chat.calls),
+                rollout=_rollout(task, watched, result),
+            )
+        )
 
     # ------------------------------------------------------------ checks
 
@@ -245,6 +260,26 @@ class _Preflight:
         hint = "; if the answer alone is not what earns the reward, define `gold`"
         return Check(name="gold", state=CheckState.FAILED, detail=text + hint)
 
+    async def _group_checks(self) -> list[Check]:
+        """Whether the reward functions per group are those that the run asks for, and can score; [] without any."""
+        functions = [each for each in self._environment.rewards if each.per is Per.GROUP]
+        names, asked = ", ".join(each.name for each in functions), self._request.group_rewards
+        rollouts = [played.rollout for played in self._played if played.rollout is not None]
+        if asked is None or self._hangs is not None or (not functions and not asked):
+            return []
+        if not functions or not asked:
+            text = f"the environment has reward functions per group ({names}): set group_rewards = true"
+            if not functions:
+                text = "group_rewards = true, and the environment has no reward function per group"
+            return [Check(name="group rewards", state=CheckState.FAILED, detail=text)]
+        self._playing(f"the reward functions per group, {names}")
+        try:
+            await asyncio.wait_for(weigh_group(functions, rollouts), self._request.play_s)
+        except Exception as error:
+            return [Check(name="group rewards", state=CheckState.FAILED, detail=describe(error))]
+        text = f"{names} can score {_count(len(rollouts), 'rollout')}"
+        return [Check(name="group rewards", state=CheckState.OK, detail=text)]
+
     def _rewards(self, script: str) -> dict[str, float]:
         """By task; of plays that were valid."""
         return {
@@ -254,7 +289,21 @@ class _Preflight:
         }
 
 
-def _limited(turns: Iterable[str], most: int, *, then_full: bool) -> Iterator[str | Exception]:
+def _rollout(task: Task, chat: WatchedChat, result: RolloutResult) -> Rollout | None:
+    """As a reward function per group sees it."""
+    if result.reward is None or result.stop_reason is None:
+        return None
+    return Rollout(
+        task=task,
+        messages=chat.messages,
+        turns=chat.turns,
+        stop_reason=result.stop_reason,
+        reward=result.reward,
+        metrics=result.metrics,
+    )
+
+
+def _limited(turns: Iterable[ScriptedTurn], most: int, *, then_full: bool) -> Iterator[ScriptedTurn | Exception]:
     """At most so many turns; where there are more, or `then_full`, calls after that find the context full."""
     left = iter(turns)
     yield from itertools.islice(left, most)

@@ -39,15 +39,20 @@ def claim_key(content_id: str) -> str:
     return f"contents/all/{content_id}"
 
 
-def content_id(*, data: str, held_out: str | None = None, config: dict[str, Any], base_weights: str) -> str:
+def content_id(
+    *, data: str, held_out: str | None = None, config: dict[str, Any], base_weights: str, environment: str = ""
+) -> str:
     """32 hex digits over what decides about the outcome of a run; the configuration names the environment.
 
-    Held-out tasks decide whether its model is published.
+    Held-out tasks decide whether its model is published. `environment` is the digest of a package's files, "" for a
+    built-in environment.
     """
     deciding = {name: value for name, value in config.items() if name not in _LIMITS}
     parts = [data, json.dumps(deciding, sort_keys=True), base_weights]
     if held_out is not None:
         parts.append(held_out)
+    if environment:
+        parts.append(f"environment {environment}")
     return digest_of(*(part.encode() for part in parts))
 
 

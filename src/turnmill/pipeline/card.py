@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import turnmill
+from turnmill.config import from_dict
 from turnmill.records import Metric, PublishedModel, Run
 
 LINEAGE = "lineage.json"
@@ -39,7 +40,7 @@ def lineage_of(run: Run, model: PublishedModel, metrics: Sequence[Metric]) -> di
             "created_at": datetime.fromtimestamp(run.created_at, UTC).isoformat(timespec="seconds"),
         },
         "base_model": model.base_model,
-        "environment": {"id": model.env, "args": run.config.get("env_args", {})},
+        "environment": {"id": model.env, "args": from_dict(run.config).environment.env_args},
         "data": {name: _file(report) for name, report in results["ValidateData"].items()},
         "parameters": {
             name: {"value": value, "source": run.sources.get(name, "default")} for name, value in run.config.items()

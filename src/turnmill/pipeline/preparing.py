@@ -35,13 +35,13 @@ async def start_preflight(ctx: StageContext) -> Handle:
     name = f"preflight-{ctx.run.attempt}"
     config = ctx.config
     request = PreflightRequest(
-        env=config.env,
-        env_args=config.env_args,
+        environment=config.environment,
         data_path=str(ctx.run.data_path if ctx.run.kind is RunKind.TRAIN else ctx.run.eval_path),
         seed=config.seed,
         max_length=config.max_length,
         play_s=min(PLAY_S, config.training_timeout),
         total_s=TOTAL_S,
+        group_rewards=config.group_rewards if ctx.run.kind is RunKind.TRAIN else None,
     )
     await ctx.ports.blobs.put(request_key(name), encode(request))
     await ctx.launcher.start(
@@ -49,6 +49,7 @@ async def start_preflight(ctx: StageContext) -> Handle:
             role="preflight",
             name=name,
             run_id=ctx.run.run_id,
+            env=dict(ctx.judges_env),
             max_restarts=MAX_KILLS,
             final_exit_codes=FINAL_EXIT_CODES,
         )
@@ -72,7 +73,7 @@ async def poll_preflight(ctx: StageContext, handle: Handle) -> Running | Done:
     capacity = (msgspec.convert(check, Check) for check in handle["capacity"])
     report = replace(found, checks=(*found.checks, *capacity))
     if report.failed:
-        raise EnvironmentFailed(_failure(ctx.config.env, report))
+        raise EnvironmentFailed(_failure(ctx.config.environment.env_id, report))
     return Done(result=_plain(report))
 
 

@@ -73,7 +73,7 @@ async def _publish(ctx: StageContext, status: TrainingStatus, promotion: Promoti
         run_id=run.run_id,
         version=weights.version,
         digest=digest,
-        env=ctx.config.env,
+        env=ctx.config.environment.name,
         base_model=ctx.config.base_model,
         published_at=time.time(),
         promotion=promotion,

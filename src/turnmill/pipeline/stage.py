@@ -73,6 +73,8 @@ class StageContext:
     # Environment of the worker processes: where the proxy is, the run's worker token.
     worker_env: Mapping[str, str]
     check: Callable[[], None]
+    # Environment of whatever process runs the environment's code: which judges it may ask.
+    judges_env: Mapping[str, str] = field(default_factory=dict)
     # Environment of the proxy's process; None: control serves the proxy itself.
     proxy_env: Mapping[str, str] | None = None
     # Of the run's time and dollars; None: nobody counts them.

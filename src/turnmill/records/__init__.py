@@ -21,6 +21,7 @@ from turnmill.records.alerts import (
 from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
 from turnmill.records.calls import TEXT_ROLE, Ask, AskedCall, Call, GenerateRequest, GenerateResponse, Sampling
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
+from turnmill.records.environments import EnvironmentChoice, EnvironmentOrigin
 from turnmill.records.keys import (
     ALERT_PREFIX,
     DELIVERY_DEAD_LETTER_PREFIX,
@@ -134,6 +135,8 @@ __all__ = [
     "DeliveryAction",
     "DeliveryState",
     "DropReason",
+    "EnvironmentChoice",
+    "EnvironmentOrigin",
     "ErrorClass",
     "FinishReason",
     "GenerateRequest",

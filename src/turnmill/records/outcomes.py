@@ -42,6 +42,15 @@ class DropReason(StrEnum):
     CANCELLED = "cancelled"
     # The run's budget was used up before its batch was full.
     BUDGET = "budget"
+    # Its group could not be scored.
+    UNSCORED = "unscored"
+    # No rollout: it was asked to score a group of them, and has.
+    GROUP_SCORE = "group_score"
+
+    @property
+    def is_of_rollout(self) -> bool:
+        """A conversation was played."""
+        return self is not DropReason.GROUP_SCORE
 
 
 class InvalidReason(StrEnum):

@@ -1,8 +1,8 @@
 """What is asked of the check of an environment, and its report."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from turnmill.records.environments import EnvironmentChoice
 from turnmill.records.outcomes import CheckState
 from turnmill.records.rollouts import REWARD_RANGE
 
@@ -11,8 +11,7 @@ from turnmill.records.rollouts import REWARD_RANGE
 class PreflightRequest:
     """Pipeline -> preflight process: which environment to play, on what, within which limits."""
 
-    env: str
-    env_args: dict[str, Any]
+    environment: EnvironmentChoice
     # File of the tasks, of which some are played.
     data_path: str
     # Chooses them.
@@ -24,6 +23,8 @@ class PreflightRequest:
     # Seconds after which no further conversation is begun.
     total_s: float
     reward_range: tuple[float, float] = REWARD_RANGE
+    # Whether rewards per group are asked for; None: by nobody, as nothing is trained.
+    group_rewards: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,8 @@ class SampleRecord:
     call_bound: int = 0
     # None until REPORTED, and None for INVALID (a foreign trainer is told the low end of the range then).
     reward: float | None = None
+    # What the reward functions of its group add, written when the group is complete; None: the environment has none.
+    group_reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
     # Call ids that the reporting attempt consumed, own or replayed, in order of first use.
@@ -156,7 +158,7 @@ class SampleRecord:
     is_told: bool = False
     # Optimizer step that it is batched in.
     step: int | None = None
-    # Digest over identity, attempt, reward, metrics and calls, written with REPORTED.
+    # Digest over identity, attempt, reward, metrics and calls, written with REPORTED, and anew with `group_reward`.
     report_digest: str | None = None
 
     @property
@@ -168,12 +170,16 @@ class SampleRecord:
         """It was played to an end that the policy caused, and scored."""
         return self.reward is not None
 
+    @property
+    def trained_reward(self) -> float | None:
+        """What training compares: its own reward and what its group adds."""
+        return None if self.reward is None else self.reward + (self.group_reward or 0.0)
+
     def expected_report_digest(self) -> str:
         """What `report_digest` must be; a difference means that the stored record was altered."""
-        return digest_of(
-            self.key.encode(),
-            encode([self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]),
-        )
+        reported = [self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]
+        added = [] if self.group_reward is None else [self.group_reward]
+        return digest_of(self.key.encode(), encode([*reported, *added]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, V
 from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
 from turnmill.training.samples import TrainingSample, check_sample, stored_record, trained_ids, training_sample
+from turnmill.training.scoring import GroupScoring
 from turnmill.training.tally import Rollout, Tally, describe_invalid
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Collector:
         self._config = config
         self._stop = stop
         self._allowance = allowance
+        # None: no reward depends on other samples.
+        self._scoring = GroupScoring(records, rollouts, config.number_generation) if config.group_rewards else None
         # Why the most recent invalid sample has no reward.
         self.last_invalid = ""
         # By id, of the batch being collected: with a reward and not dropped, and the calls that they consumed.
@@ -140,6 +143,7 @@ class Collector:
         """Count the samples that no batch has a place for as they end; all are dropped when asked to stop."""
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
         try:
+            await self._let_go(tally)
             while self.builder.leaving:
                 ended = await self._next_ended(stopped, tally)
                 if ended is None:
@@ -153,6 +157,8 @@ class Collector:
         """Drop everything that was requested and is not in a batch, and what was computed of it."""
         self._played, self._groups = {}, []
         try:
+            if self._scoring is not None:
+                await self._scoring.clear()
             await self._drop(self.builder.cancel(reason), Tally())
         finally:
             await self._ahead.abandon()
@@ -207,10 +213,46 @@ class Collector:
                 stale = rollout.staleness > self._config.age_tolerance
             if sample.sample_id in self.builder.leaving:
                 drops += self.builder.leave(sample.sample_id, sample.reward)
+            elif self._scoring is not None and sample.reward is not None and not stale:
+                await self._scoring.hold(sample, calls[sample.sample_id])
             else:
                 if sample.reward is not None and not stale:
                     self._played[sample.sample_id] = (sample, calls[sample.sample_id])
                 drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
+        await self._drop(drops, tally)
+        for sample in ended:
+            await self._score(sample, tally)
+        await self._let_go(tally)
+
+    async def _score(self, ended: SampleRecord, tally: Tally) -> None:
+        """Let the builder decide about a group whose request ended; any other sample is none of it."""
+        if self._scoring is None or not self._scoring.owns(ended.sample_id):
+            return
+        scored = await self._scoring.end(ended)
+        if scored is None:
+            return
+        drops: list[Drop] = []
+        if scored.failure is not None:
+            self.last_invalid = describe_invalid(scored.failure)
+        for sample, calls in scored.members:
+            if scored.failure is None:
+                self._played[sample.sample_id] = (sample, calls)
+                drops += self.builder.end(sample.sample_id, sample.trained_reward)
+            else:
+                drops.append(Drop(sample_id=sample.sample_id, reason=DropReason.UNSCORED))
+                # One of them too many, and the rest of the group is leaving.
+                is_leaving = sample.sample_id in self.builder.leaving
+                end = self.builder.leave if is_leaving else self.builder.end
+                drops += end(sample.sample_id, None)
+        await self._drop(drops, tally)
+
+    async def _let_go(self, tally: Tally) -> None:
+        """Held samples that no batch has a place for any more have ended."""
+        if self._scoring is None:
+            return
+        leaving = self._scoring.held(self.builder.leaving)
+        await self._scoring.give_up([sample.sample_id for sample in leaving])
+        drops = [drop for sample in leaving for drop in self.builder.leave(sample.sample_id, sample.reward)]
         await self._drop(drops, tally)
 
     def _is_ours(self, sample_id: str) -> bool:

@@ -154,7 +154,7 @@ class _Training:
 
     async def _steps(self, collector: Collector, stop: asyncio.Event) -> str:
         while self.step < self._config.max_steps:
-            before = (self._tally.num_ended, self._tally.num_invalid)
+            before = (self._tally.num_ended, self._tally.num_failed)
             collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
             if collected is None:
                 return "cancelled" if stop.is_set() else "exhausted"
@@ -196,10 +196,10 @@ class _Training:
         if telling is not None:
             await telling
 
-    def _check_progress(self, closed: Closed, last_invalid: str, ended_before: int, invalid_before: int) -> None:
+    def _check_progress(self, closed: Closed, last_invalid: str, ended_before: int, failed_before: int) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""
         num_ended = self._tally.num_ended - ended_before
-        num_invalid = self._tally.num_invalid - invalid_before
+        num_invalid = self._tally.num_failed - failed_before
         self._num_mostly_invalid = self._num_mostly_invalid + 1 if 2 * num_invalid > num_ended else 0
         self._num_empty = 0 if closed.groups else self._num_empty + 1
         self._tally.num_empty_rounds += not closed.groups

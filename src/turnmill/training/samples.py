@@ -121,9 +121,10 @@ def trained_ids(calls: Sequence[Call]) -> set[str]:
 def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSample:
     """A sample with a reward as the trainer takes it; raises `RecordCorrupt` (see `rows_of`)."""
     rows = tuple(rows_of(sample, calls))
-    if sample.reward is None:
+    reward = sample.trained_reward
+    if reward is None:
         _mismatch(sample.key, "reward", "a number", None)
-    return TrainingSample(key=sample.key, reward=sample.reward, rows=rows, report_digest=sample.report_digest)
+    return TrainingSample(key=sample.key, reward=reward, rows=rows, report_digest=sample.report_digest)
 
 
 def _check_call(sample: SampleRecord, call: Call, earlier: dict[str, Call]) -> None:

@@ -59,6 +59,11 @@ class Tally:
     def num_ended(self) -> int:
         return len(self.rollouts) + self.num_invalid
 
+    @property
+    def num_failed(self) -> int:
+        """Of those that ended: without a reward, or in a group that could not be scored."""
+        return self.num_invalid + self.dropped[DropReason.UNSCORED]
+
     def drop(self, drops: Iterable[Drop]) -> None:
         """Count drops."""
         self.dropped.update(item.reason for item in drops)
@@ -70,9 +75,9 @@ class Tally:
             "num_invalid": self.num_invalid,
             "num_trained": num_trained,
             "num_empty_rounds": self.num_empty_rounds,
-            "invalid_share": self.num_invalid / max(1, self.num_ended),
+            "invalid_share": self.num_failed / max(1, self.num_ended),
             "dropped_share": self.dropped.total() / max(1, len(self.rollouts)),
-            **{f"dropped_{reason}": self.dropped[reason] for reason in DropReason},
+            **{f"dropped_{reason}": self.dropped[reason] for reason in DropReason if reason.is_of_rollout},
             **{item.name: getattr(self.seconds, item.name) for item in fields(Seconds)},
         }
         if not self.rollouts:

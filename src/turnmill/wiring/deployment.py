@@ -98,7 +98,7 @@ class Deployment:
         self._bucket: FolderBucket = open_bucket(root)
         self._changed = asyncio.Event()
         self._active: dict[str, asyncio.Task[None]] = {}
-        self._early = EarlyChecks(self._changed.set)
+        self._early = EarlyChecks(root, self._changed.set)
         self._alarms: Dispatcher | None = None
         # Causes of the uploads that could not be taken so far.
         self._put_off: set[str] = set()

@@ -14,7 +14,7 @@ from typing import Any
 
 from turnmill import assets
 from turnmill.config import Config, from_dict
-from turnmill.environment import load
+from turnmill.environment.registry import find, load, load_built_in
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.engine import load_run
 from turnmill.ports import RunPorts
@@ -92,7 +92,7 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
         worker_token=os.environ[variables.WORKER_TOKEN],
         name=name,
         config=config,
-        environment=load(config.env, config.env_args),
+        environment=load_built_in(config.environment),
         stop=stop,
         sign=variables.proxy_signer(),
     )
@@ -132,7 +132,7 @@ async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) ->
 
     ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
-        await run_preflight(ports.blobs, name, stop=stop)
+        await run_preflight(ports.blobs, name, stop=stop, load=lambda choice: load(find(choice, root=root)))
     finally:
         ports.close()
 

@@ -72,7 +72,7 @@ CONFIGURATIONS = [
         "beyond the range", "max_steps = 0\n", "max_steps = 0 (run.toml:1): must be an integer at least 1 and at most"
     ),
     toml("a bad choice", 'lr_schedule = "cosin"\n', "one of constant, linear, cosine; did you mean cosine?"),
-    toml("a table for text", "[env]\nx = 1\n", 'env = {"x": 1} (run.toml:1): must be wordle'),
+    toml("a table for text", "[env]\nx = 1\n", 'env = {"x": 1} (run.toml:1): must be text'),
     toml("no TOML", "max_steps: 3\n", "run.toml:1:10: not valid TOML: Expected '='"),
     toml("a key given twice", "seed = 1\nseed = 2\n", "run.toml:2:9: not valid TOML: Cannot overwrite a value"),
     toml("a file in Latin-1", b"# caf\xe9\n", "run.toml: not valid TOML: not UTF-8 at byte 5"),
@@ -89,7 +89,23 @@ CONFIGURATIONS = [
     flags(
         "a flag out of range", ["--temperature", "0"], "temperature = 0 (--temperature)", "greater than 0 and at most 2"
     ),
-    flags("an unknown environment", ["--env", "wordl"], 'env = "wordl" (--env): must be wordle; did you mean wordle?'),
+    flags(
+        "an unknown environment",
+        ["--env", "wordl"],
+        "env: there is no environment 'wordl'",
+        "did you mean 'wordle'",
+    ),
+    flags("two environments", ["--vf-env-id", "x", "--env", "y"], "(--env) and vf_env_id", "each name an environment"),
+    flags(
+        "a custom environment that is not there",
+        ["--use-custom-env", "--custom-env-id", "none"],
+        "custom_env_id: there is no environment 'none'",
+    ),
+    flags(
+        "a judge that the deployment has not",
+        ["--judges", "strict"],
+        "turnmill.toml has no judge 'strict'; it has none",
+    ),
     flags("arguments that are no JSON", ["--env-args", "{x"], 'env_args = "{x" (--env-args): must be a JSON object'),
     flags("arguments that are a list", ["--env-args", "[1]"], "env_args = [1] (--env-args): must be a JSON object"),
     flags("an argument that the environment lacks", ["--env-args", '{"max_turn": 1}'], "'max_turn'", "'max_turns'?"),

@@ -31,3 +31,11 @@ def test_what_is_set_anew_wins() -> None:
     played = as_played(load_config(environ={"TURNMILL_TEMPERATURE": "0.7"}, flags={"env_args": {}}), run)
     assert played.config.env_args == {} and played.sources["env_args"] == "--env-args"
     assert played.config.temperature == 0.7
+
+
+def test_the_environment_of_the_run_is_taken_as_a_whole_or_not_at_all() -> None:
+    run = trained(load_config(flags={"env": "sql-agent", "env_args": {"depth": 2}}))
+    taken = as_played(load_config(flags={"env_args": {"depth": 3}}), run).config.environment
+    assert (taken.env_id, taken.env_args) == ("sql-agent", {"depth": 3})
+    another = as_played(load_config(flags={"vf_env_id": "x"}), run).config.environment
+    assert (another.env_id, another.env_args) == ("x", {})

@@ -77,6 +77,8 @@ def test_each_layer_overrides_the_ones_before_it_and_is_named_as_the_source(tmp_
         ("shuffle", "no", False),
         ("env_args", '{"max_turns": 6}', {"max_turns": 6}),
         ("env_args", "{}", {}),
+        ("judges", "a, b", ("a", "b")),
+        ("judges", " ", ()),
     ],
 )
 def test_text_from_the_environment_and_the_command_line_is_parsed_by_type(name: str, text: str, value: object) -> None:
@@ -110,6 +112,8 @@ def test_text_from_the_environment_and_the_command_line_is_parsed_by_type(name: 
         ("env_args", '{"x": "\\ud800"}'),
         ("base_model", "caf\udce9"),
         ("lr_schedule", "cosin"),
+        ("judges", "a,,b"),
+        ("judges", "a,a"),
     ],
 )
 def test_text_that_does_not_fit_names_key_value_and_source(name: str, text: str) -> None:
@@ -351,3 +355,12 @@ def test_a_seed_is_one_that_every_generator_takes() -> None:
     assert load_config(flags={"seed": 2**32 - 1}).config.seed == 4294967295
     (problem,) = problems_of(seed=2**32)
     assert problem.startswith("seed = 4294967296")
+
+
+def test_a_list_of_texts_is_one_in_toml_and_survives_the_record(tmp_path: Path) -> None:
+    config = load_config(file=write(tmp_path / "run.toml", 'served_model_names = ["gpt-4o", "policy"]\n')).config
+    assert config.served_model_names == ("gpt-4o", "policy")
+    assert from_dict(decode(encode(to_dict(config)), dict)) == config
+    for line in ("judges = [1]", 'judges = [""]', 'judges = ["a", "a"]', 'judges = "a"', 'judges = {a = "b"}'):
+        with pytest.raises(ConfigError, match=r"judges = .*: must be a list of texts"):
+            load_config(file=write(tmp_path / "bad.toml", line))

@@ -10,7 +10,7 @@ import pytest
 from turnmill.environment.base import Chat, Environment, Message, Outcome, RewardError, Score, ScriptedChat, ScriptEnded
 from turnmill.environment.boundary import WatchedChat, play_scored
 from turnmill.errors import BackendUnavailable, GenerationFailed, InvalidInput, LeaseLost
-from turnmill.records import InvalidReason, RolloutResult, StopReason, Task
+from turnmill.records import InvalidReason, Reply, RolloutResult, StopReason, Task
 
 TASK = Task(id="t_0", metadata={"prompt": "hello"})
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]
@@ -227,3 +227,17 @@ async def test_secrets_do_not_reach_the_detail() -> None:
 
 async def test_the_detail_is_bounded() -> None:
     assert len(str((await result_of(Plain(failing(RuntimeError("x" * 100_000))))).detail)) < 4000
+
+
+async def test_tokens_that_were_asked_for_and_did_not_come_are_infra_and_a_script_has_some() -> None:
+    async def play(chat: Chat) -> Outcome:
+        reply = await chat.complete(HELLO, return_token_ids=True)
+        return Outcome(reward=1.0, metrics={"sampled": len(reply.tokens.sampled_ids) if reply.tokens else 0})
+
+    class Tokenless(ScriptedChat):
+        async def complete(self, messages: Sequence[Message], **params: Any) -> Reply:
+            return await super().complete(messages)
+
+    assert (await result_of(Plain(play), ["hi"])).metrics == {"sampled": 2}
+    result = await play_scored(Plain(play), TASK, WatchedChat(Tokenless(["hi"])))
+    assert (result.reward, result.reason) == (None, InvalidReason.INFRA)

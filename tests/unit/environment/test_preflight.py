@@ -10,17 +10,17 @@ import pytest
 
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score, opening_messages
 from turnmill.environment.preflight import GARBAGE, choose, preflight
+from turnmill.environment.rewards import reward
 from turnmill.environment.wordle import Wordle
 from turnmill.errors import DataError
-from turnmill.records import Check, CheckState, PreflightReport, PreflightRequest, Task
+from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, Task
 
 OK, FAILED, NOT_CHECKED = CheckState.OK, CheckState.FAILED, CheckState.NOT_CHECKED
 
 
 def request(**changes: Any) -> PreflightRequest:
     values: dict[str, Any] = {
-        "env": "of a test",
-        "env_args": {},
+        "environment": EnvironmentChoice(env_id="of-a-test"),
         "data_path": "unused",
         "seed": 0,
         "max_length": 160,
@@ -198,7 +198,7 @@ async def test_a_full_context_without_a_reward_fails() -> None:
 
     report = await report_on(NoScore(), tasks("a"))
     assert [check.name for check in report.failed] == ["full context"]
-    assert "has no `score`" in report.failed[0].detail
+    assert "neither `rewards` nor `score`" in report.failed[0].detail
 
 
 async def test_a_conversation_without_an_end_is_ended_by_the_context() -> None:
@@ -283,3 +283,37 @@ def test_the_first_tasks_and_a_seeded_sample_are_played() -> None:
     assert chosen[:4] == [0, 1, 2, 3] and len(chosen) == 12 and chosen == sorted(set(chosen))
     assert choose(many, 7) == choose(many, 7) != choose(many, 8)
     assert choose(many[:3], 7) == many[:3]
+
+
+class Ranked(Echo):
+    """With a part that compares."""
+
+    rewards = (reward(lambda rollouts: [0.5] * len(rollouts), name="rank", per="group"),)
+
+
+class Misranked(Echo):
+    """With one that breaks."""
+
+    rewards = (reward(lambda rollouts: [1.0], name="rank", per="group"),)
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "state", "text"),
+    [
+        (Ranked(), True, OK, "rank can score 6 rollouts"),
+        (Ranked(), False, FAILED, "has reward functions per group (rank): set group_rewards = true"),
+        (Echo(), True, FAILED, "the environment has no reward function per group"),
+        (Misranked(), True, FAILED, "reward function rank: it must return a list"),
+    ],
+)
+async def test_rewards_per_group_must_be_asked_for_and_able_to_score(
+    environment: Environment, asked: bool, state: CheckState, text: str
+) -> None:
+    check = check_of(await report_on(environment, tasks("yes", "no"), group_rewards=asked), "group rewards")
+    assert check.state is state and text in check.detail
+
+
+@pytest.mark.parametrize(("environment", "asked"), [(Ranked(), None), (Echo(), False), (Echo(), None)])
+async def test_where_nothing_is_trained_nobody_asks_about_groups(environment: Environment, asked: bool | None) -> None:
+    report = await report_on(environment, tasks("yes"), group_rewards=asked)
+    assert "group rewards" not in [check.name for check in report.checks] and report.failed == ()

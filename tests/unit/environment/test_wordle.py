@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from turnmill.environment import load
 from turnmill.environment.base import ScriptedChat
 from turnmill.environment.boundary import WatchedChat, play_scored
+from turnmill.environment.registry import load_built_in
 from turnmill.environment.wordle import Wordle, feedback, load_environment, marks
 from turnmill.errors import DataError, GenerationFailed
-from turnmill.records import InvalidReason, RolloutResult, StopReason, Task
+from turnmill.records import EnvironmentChoice, InvalidReason, RolloutResult, StopReason, Task
 
 PROMPT = "Guess the five-letter word."
 
@@ -198,7 +198,7 @@ async def test_max_turns_is_an_argument() -> None:
 
 
 def test_the_default_is_six_turns() -> None:
-    environment = load("wordle", {})
+    environment = load_built_in(EnvironmentChoice(env_id="wordle"))
 
     assert isinstance(environment, Wordle)
     assert environment.max_turns == 6

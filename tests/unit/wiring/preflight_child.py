@@ -5,14 +5,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from turnmill.backends.embedded import open_run
 from turnmill.environment import Chat, Environment, Outcome, Score, opening_messages
 from turnmill.errors import InvalidInput
-from turnmill.records import Task
+from turnmill.records import EnvironmentChoice, Task
 from turnmill.telemetry import configure_logging
 from turnmill.wiring.running.preflight import run_preflight
 
@@ -55,7 +55,8 @@ class Behaving(Environment):
         return Score(reward=0.0)
 
 
-def load(env: str, env_args: Mapping[str, Any]) -> Environment:
+def load(choice: EnvironmentChoice) -> Environment:
+    env_args = choice.env_args
     if env_args["do"] == "refuse":
         raise InvalidInput("env_args: do = refuse is refused")
     if env_args["do"] == "break":

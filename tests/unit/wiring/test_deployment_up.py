@@ -147,7 +147,7 @@ def test_a_base_model_that_can_not_be_a_folder_is_refused_like_one_that_is_none(
     sidecar.write_text(f'base_model = "{base_model}"\n')
     order = Order(kind=RunKind.TRAIN, resolved=LAYERS.resolve(sidecar), data=None, eval_data=None)
     with pytest.raises(InvalidInput, match="neither a shipped model"):
-        check_order(order)
+        check_order(tmp_path, order)
 
 
 async def test_held_out_tasks_are_copied_with_their_upload_and_nothing_changes_under_the_run(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from turnmill.records import Run, RunStatus, StageRecord, decode, encode, run_ke
 from turnmill.wiring.reading.runs import look_at_run
 from turnmill.wiring.running.retrying import claim, plan, queue
 
+# No packages of environments are there.
+ROOT = Path("no-deployment")
+
 
 def failed_run(**changes: Any) -> Run:
     """The run of an upload that failed while it trained."""
@@ -56,7 +59,7 @@ async def set_status(root: Path, run_id: str, status: RunStatus) -> None:
 def test_a_retry_has_the_parameters_of_the_run_but_for_those_given_anew(tmp_path: Path) -> None:
     file = tmp_path / "more.toml"
     file.write_text("seed = 5\n")
-    order = plan(failed_run(), file=file, flags={"max_steps": "9"})
+    order = plan(ROOT, failed_run(), file=file, flags={"max_steps": "9"})
     config, sources = order.resolved.config, order.resolved.sources
     assert (config.lr, config.max_steps, config.seed) == (1e-3, 9, 5)
     assert (sources["lr"], sources["max_steps"]) == ("sidecar a.config.toml", "--max-steps")
@@ -76,7 +79,7 @@ def test_a_retry_has_the_parameters_of_the_run_but_for_those_given_anew(tmp_path
 )
 def test_only_a_run_that_came_to_nothing_is_retried(changes: dict[str, Any], hint: str) -> None:
     with pytest.raises(InvalidInput, match=hint):
-        plan(failed_run(**changes), file=None, flags={})
+        plan(ROOT, failed_run(**changes), file=None, flags={})
 
 
 async def test_a_retry_beyond_a_ceiling_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ async def test_a_retry_beyond_a_ceiling_is_refused_before_anything_is_written(tm
     run = failed_run()
     await store(tmp_path, run)
     with pytest.raises(InvalidInput, match=r"budget_tokens = 5001 \(--budget-tokens\) is more than"):
-        await claim(tmp_path, run, plan(run, file=None, flags={"budget_tokens": "5001"}))
+        await claim(tmp_path, run, plan(ROOT, run, file=None, flags={"budget_tokens": "5001"}))
     assert look_at_run(tmp_path, "r1").retried_as is None
 
 
@@ -94,13 +97,13 @@ def test_data_that_was_changed_is_not_what_is_retried(tmp_path: Path) -> None:
     report = {"path": str(data), "rows": 1, "digest": "another"}
     stages = (StageRecord(name="ValidateData", state="done", started_at=1.0, result={"data": report}),)
     with pytest.raises(InvalidInput, match="has changed since the run began"):
-        plan(failed_run(data_path=str(data), stages=stages), file=None, flags={})
+        plan(ROOT, failed_run(data_path=str(data), stages=stages), file=None, flags={})
 
 
 async def test_a_retry_is_queued_with_a_copy_of_the_data_and_both_runs_tell_of_it(tmp_path: Path) -> None:
     run = failed_run()
     await store(tmp_path, run)
-    again = await queue(tmp_path, await claim(tmp_path, run, plan(run, file=None, flags={})))
+    again = await queue(tmp_path, await claim(tmp_path, run, plan(ROOT, run, file=None, flags={})))
     assert (again.status, again.retry_of, again.cause) == (RunStatus.QUEUED, "r1", "retry/r1/1")
     assert (again.upload, again.upload_version, again.config) == ("team/a.jsonl", None, run.config)
     copy = Path(str(again.data_path))
@@ -113,7 +116,7 @@ async def test_a_retry_is_queued_with_a_copy_of_the_data_and_both_runs_tell_of_i
 async def test_there_is_one_retry_at_a_time_and_its_number_goes_up(tmp_path: Path) -> None:
     run = failed_run()
     await store(tmp_path, run)
-    order = plan(run, file=None, flags={})
+    order = plan(ROOT, run, file=None, flags={})
     first = await queue(tmp_path, await claim(tmp_path, run, order))
     for status in (RunStatus.QUEUED, RunStatus.ACTIVE):
         await set_status(tmp_path, first.run_id, status)
@@ -130,7 +133,7 @@ async def test_there_is_one_retry_at_a_time_and_its_number_goes_up(tmp_path: Pat
 async def test_a_claim_whose_run_was_never_made_is_taken_up_and_two_at_a_time_make_one_run(tmp_path: Path) -> None:
     run = failed_run()
     await store(tmp_path, run)
-    order = plan(run, file=None, flags={})
+    order = plan(ROOT, run, file=None, flags={})
     killed, other = await claim(tmp_path, run, order), await claim(tmp_path, run, order)
     assert killed.origin == other.origin
     await queue(tmp_path, killed)

@@ -33,7 +33,7 @@ from turnmill.budget import (
     used_up,
     within_ceilings,
 )
-from turnmill.config import Config, Resolved, from_dict, to_dict
+from turnmill.config import ENVIRONMENT_PARAMETERS, Config, Resolved, from_dict, to_dict
 from turnmill.config.deployment import FILE, load_limits
 from turnmill.errors import BackendUnavailable, BudgetUsedUp, Conflict, InvalidInput, TurnmillError
 from turnmill.records import Metric, Run, RunClock, RunKind, RunStatus, TrainingStatus, decode, training_key
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 # Earlier runs that a forecast is made from, the latest ones.
 _MOST_RUNS = 5
 # What makes the pace of one run that of another.
-_ALIKE = ("base_model", "env", "env_args", "instance_type")
+_ALIKE = ("base_model", *ENVIRONMENT_PARAMETERS, "instance_type")
 _DAY_S = 86400.0
 # How long a run waits until another one is let in.
 _TURN_S, _PAUSE_S = 60.0, 0.05

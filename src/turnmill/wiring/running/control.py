@@ -22,13 +22,16 @@ from turnmill import assets
 from turnmill.alerts import Dispatcher
 from turnmill.backends.embedded import ProcessLauncher
 from turnmill.budget import Meter
-from turnmill.config import Config, Resolved, base_model_of, from_dict, load_config, to_dict
+from turnmill.config import ENVIRONMENT_PARAMETERS, Config, Resolved, base_model_of, from_dict, load_config, to_dict
+from turnmill.config.deployment import load_judges
 from turnmill.config.values import suggest
 from turnmill.conversation.hosting import serve
 from turnmill.conversation.proxy import create_app
 from turnmill.conversation.serving import reserved_port
 from turnmill.conversation.sessions import Sessions
-from turnmill.environment import Environment, load
+from turnmill.environment import opening_messages
+from turnmill.environment.judges import check_secrets, settings_variable
+from turnmill.environment.registry import EnvironmentKind, find, load_built_in
 from turnmill.errors import Cancelled, ConfigError, Conflict, DataError, InvalidInput, TurnmillError
 from turnmill.evaluation import BackgroundEvaluations
 from turnmill.intake.claims import claim, content_id, digest_of_weights
@@ -76,8 +79,8 @@ def new_run_id(now: float | None = None) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
 
 
-def check_order(order: Order) -> None:
-    """What can be known before anything is made; raises `InvalidInput`."""
+def check_order(root: Path, order: Order) -> None:
+    """What can be known before anything is made in the deployment at `root`; raises `InvalidInput`."""
     missing = [name for name in ("torch", "transformers", "safetensors", "numpy") if find_spec(name) is None]
     if missing:
         raise InvalidInput(
@@ -94,10 +97,11 @@ def check_order(order: Order) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise InvalidInput(f"base_model folder {folder} has no .safetensors file; other weight formats are not loaded")
-    environment = load(order.resolved.config.env, order.resolved.config.env_args)
+    check_task = task_check(root, order.resolved.config)
+    check_secrets(load_judges(root, order.resolved.config.judges), os.environ)
     for path in (order.data, order.eval_data):
         if path is not None:
-            _check_tasks(environment, path)
+            _check_tasks(check_task, path)
 
 
 def resolve(
@@ -204,11 +208,11 @@ async def _check_queued(root: Path, runs: RecordStore, run: Run, config: Config)
         raise await quarantine(root, runs, run, ConfigError(run.refused))
     try:
         resolved = Resolved(config=config, sources=run.sources)
-        # Loading an environment runs its code: conversations of other runs go on meanwhile.
+        # Files are read: conversations of other runs go on meanwhile.
         order = Order(kind=run.kind, resolved=resolved, data=None, eval_data=None)
-        await asyncio.to_thread(check_order, order)
+        await asyncio.to_thread(check_order, root, order)
     except InvalidInput as error:
-        if any(is_sidecars(run, name) for name in ("base_model", "env", "env_args")):
+        if any(is_sidecars(run, name) for name in ("base_model", *ENVIRONMENT_PARAMETERS)):
             raise await quarantine(root, runs, run, ConfigError(str(error))) from error
         raise
 
@@ -264,7 +268,9 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
     try:
         await meter.start()
         async with hosting as proxy:
+            judges_env = settings_variable(load_judges(root, config.judges))
             worker_env = {
+                **judges_env,
                 variables.WORKER_TOKEN: token,
                 variables.PROXY_URL: proxy.url,
                 variables.WORKER_CONFIG: json.dumps(to_dict(config)),
@@ -277,11 +283,12 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
                     ports=ports,
                     launcher=launcher,
                     evaluations=evaluations,
-                    validate=partial(validate_data, config),
+                    validate=partial(validate_data, root, config),
                     quarantine=partial(quarantine, root, ports.runs, run),
                     give_up_redriven=partial(give_up_redriven, ports.records, run.run_id),
-                    claim=partial(_claim, ports, run),
+                    claim=partial(_claim, root, ports, run),
                     worker_env=worker_env,
+                    judges_env=judges_env,
                     proxy_env=proxy.env,
                     check=proxy.check,
                     meter=meter,
@@ -295,15 +302,25 @@ async def open_control(root: Path, run: Run, config: Config, token: str) -> Asyn
         ports.close()
 
 
-async def validate_data(config: Config, path: Path) -> dict[str, Any]:
+def task_check(root: Path, config: Config) -> Callable[[Task], object]:
+    """What raises `DataError` for a task that the environment can't play.
+
+    A package's code runs in its box alone: Preflight asks it, and here only the prompt is looked at. Raises
+    `InvalidInput` where the environment can't be found, or a built-in one refuses its arguments.
+    """
+    found = find(config.environment, root=root)
+    return load_built_in(found.choice).validate if found.kind is EnvironmentKind.BUILT_IN else opening_messages
+
+
+async def validate_data(root: Path, config: Config, path: Path) -> dict[str, Any]:
     """Path, number of rows and digest of a file that this configuration can train on; raises `RefusedData`."""
-    environment = await asyncio.to_thread(load, config.env, config.env_args)
+    check_task = await asyncio.to_thread(task_check, root, config)
     is_given_up = threading.Event()
 
     def try_task(task: Task) -> None:
         if is_given_up.is_set():
             raise Cancelled("nobody waits for it any more")
-        environment.validate(task)
+        check_task(task)
 
     try:
         report = await asyncio.to_thread(validate, path, play=try_task)
@@ -316,18 +333,21 @@ async def validate_data(config: Config, path: Path) -> dict[str, Any]:
     return {"path": str(path), "rows": report.num_rows, "digest": report.digest}
 
 
-async def _claim(ports: RunPorts, run: Run, digest: str, held_out: str | None) -> dict[str, Any]:
+async def _claim(root: Path, ports: RunPorts, run: Run, digest: str, held_out: str | None) -> dict[str, Any]:
     """Claim what an upload trains; `earlier` is a run with the same content that came to nothing."""
     folder = assets.model_folder(run.config["base_model"])
     weights = await asyncio.to_thread(digest_of_weights, folder)
-    content = content_id(data=digest, held_out=held_out, config=run.config, base_weights=weights)
+    environment = await asyncio.to_thread(find(from_dict(run.config).environment, root=root).digest)
+    content = content_id(
+        data=digest, held_out=held_out, config=run.config, base_weights=weights, environment=environment
+    )
     return {"content_id": content, "earlier": await claim(ports.runs, content, run.run_id)}
 
 
-def _check_tasks(environment: Environment, path: Path) -> None:
+def _check_tasks(check_task: Callable[[Task], object], path: Path) -> None:
     """Raise `DataError` for the first task that the environment can't play."""
     for task in read_tasks(path):
         try:
-            environment.validate(task)
+            check_task(task)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error

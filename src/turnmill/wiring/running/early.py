@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class EarlyChecks:
     """Looks at runs that wait; `found_bad` is called when one of them turns out to be bad."""
 
-    def __init__(self, found_bad: Callable[[], None]) -> None:
+    def __init__(self, root: Path, found_bad: Callable[[], None]) -> None:
+        self._root = root
         self._found_bad = found_bad
         self._bad: set[str] = set()
         # By run id; kept when done, so that nothing is looked at twice.
@@ -50,7 +51,7 @@ class EarlyChecks:
         try:
             async with self._one:
                 for path in paths:
-                    await validate_data(from_dict(run.config), path)
+                    await validate_data(self._root, from_dict(run.config), path)
         except RefusedData:
             self._bad.add(run.run_id)
             self._found_bad()

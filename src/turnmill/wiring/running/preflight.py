@@ -16,18 +16,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from turnmill.environment import Environment, load
+from turnmill.environment import Environment
 from turnmill.environment.boundary import describe
 from turnmill.environment.preflight import choose, preflight
 from turnmill.errors import InvalidInput
 from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.preparing import report_key, request_key
 from turnmill.ports import BlobStore
-from turnmill.records import Check, CheckState, PreflightReport, PreflightRequest, Task, decode, encode
+from turnmill.records import (
+    Check,
+    CheckState,
+    EnvironmentChoice,
+    PreflightReport,
+    PreflightRequest,
+    Task,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +95,7 @@ async def run_preflight(
     name: str,
     *,
     stop: asyncio.Event,
-    load: Callable[[str, Mapping[str, Any]], Environment] = load,
+    load: Callable[[EnvironmentChoice], Environment],
     grace_s: float = 3.0,
 ) -> None:
     """Do what the request of `name` asks for and leave its report; ends early, without one, when told to stop.
@@ -118,11 +126,11 @@ async def _check(
     tasks: Sequence[Task],
     watchdog: Watchdog,
     leave: Callable[[PreflightReport], Awaitable[None]],
-    load: Callable[[str, Mapping[str, Any]], Environment],
+    load: Callable[[EnvironmentChoice], Environment],
 ) -> None:
     watchdog.next("loading the environment")
     try:
-        environment = load(request.env, request.env_args)
+        environment = load(request.environment)
     except Exception as error:  # the boundary to the environment's code
         text = str(error) if isinstance(error, InvalidInput) else describe(error)
         await leave(PreflightReport(checks=(Check(name="loads", state=CheckState.FAILED, detail=text),)))

@@ -58,7 +58,7 @@ async def resume(
         record = await RunRecord.open(runs, run_id)
         run = record.run
         # It reads the data whole: conversations of other runs go on meanwhile.
-        await asyncio.to_thread(check_run, run, from_step)
+        await asyncio.to_thread(check_run, root, run, from_step)
         resolved = raised(from_dict(run.config), run.sources, budgets, load_limits(root)[0])
         resolved = await within_day(root, run, resolved)
         config = resolved.config
@@ -93,7 +93,7 @@ async def _take_over(
         ports.close()
 
 
-def check_run(run: Run, from_step: int | None) -> None:
+def check_run(root: Path, run: Run, from_step: int | None) -> None:
     """Raise `InvalidInput` unless this run may go on from there, on the data that it began with."""
     if run.kind is RunKind.EXTERNAL:
         raise InvalidInput(
@@ -118,12 +118,13 @@ def check_run(run: Run, from_step: int | None) -> None:
         )
     check_data(run)
     check_order(
+        root,
         Order(
             kind=run.kind,
             resolved=Resolved(config=from_dict(run.config), sources=run.sources),
             data=Path(run.data_path) if run.data_path else None,
             eval_data=Path(run.eval_path) if run.eval_path else None,
-        )
+        ),
     )
 
 

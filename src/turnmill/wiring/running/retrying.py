@@ -43,7 +43,7 @@ class Retry:
     origin: Origin
 
 
-def plan(run: Run, *, file: Path | None, flags: Mapping[str, object]) -> Order:
+def plan(root: Path, run: Run, *, file: Path | None, flags: Mapping[str, object]) -> Order:
     """What is done again: the run's data, and its parameters but for those that are given anew.
 
     Raises `InvalidInput` where it can't be.
@@ -57,7 +57,7 @@ def plan(run: Run, *, file: Path | None, flags: Mapping[str, object]) -> Order:
     )
     check_data(run)
     try:
-        check_order(order)
+        check_order(root, order)
     except DataError as error:
         if run.upload is None:
             raise

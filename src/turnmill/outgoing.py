@@ -1,4 +1,4 @@
-"""One JSON POST to somebody else's server, in a thread: some alerts a minute need no pool of connections.
+"""One JSON POST to somebody else's server, in a thread: alerts and judges are too few to need a pool of connections.
 
 urllib, because it is in the standard library, checks certificates and honours HTTPS_PROXY. Redirects are not followed:
 they would carry a signed body, or a secret, to a place that nobody configured.
@@ -21,8 +21,8 @@ from turnmill import __version__
 from turnmill.errors import DeliveryFailed, printable
 
 T = TypeVar("T")
-# Of an answer, bytes: it is only ever shown.
-_MOST_ANSWER = 2000
+# Of an answer that is only ever shown, bytes.
+_MOST_SHOWN = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
-async def post_json(url: str, body: bytes, *, headers: Mapping[str, str] = {}, timeout_s: float) -> Answer:
-    """Send `body`; raises `DeliveryFailed` (naming neither URL nor headers) where no answer came in `timeout_s`.
+async def post_json(
+    url: str, body: bytes, *, headers: Mapping[str, str] = {}, timeout_s: float, most_bytes: int = _MOST_SHOWN
+) -> Answer:
+    """Send `body`, and read `most_bytes` of the answer.
+
+    Raises `DeliveryFailed` (naming neither URL nor headers) where no answer came in `timeout_s`.
 
     A server that trickles its answer is left alone after `timeout_s` too; its thread ends with the connection.
     """
@@ -56,7 +60,7 @@ async def post_json(url: str, body: bytes, *, headers: Mapping[str, str] = {}, t
         request.add_header(name, value)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _in_thread(lambda: _post(request, timeout_s))
+            return await _in_thread(lambda: _post(request, timeout_s, most_bytes))
     except TimeoutError:
         raise DeliveryFailed(f"no answer within {timeout_s:g} s") from None
     except urllib.error.URLError as error:
@@ -70,7 +74,7 @@ def check_status(answer: Answer, expected: tuple[int, ...]) -> None:
     """Raises `DeliveryFailed` for another status: final for 3xx and 4xx but 408 and 429, to be repeated otherwise."""
     if answer.status in expected:
         return
-    said = f": {printable(answer.body, limit=_MOST_ANSWER)}" if answer.body.strip() else ""
+    said = f": {printable(answer.body, limit=_MOST_SHOWN)}" if answer.body.strip() else ""
     raise DeliveryFailed(
         f"HTTP {answer.status}{said}",
         is_final=300 <= answer.status < 500 and answer.status not in (408, 429),
@@ -78,13 +82,13 @@ def check_status(answer: Answer, expected: tuple[int, ...]) -> None:
     )
 
 
-def _post(request: urllib.request.Request, timeout_s: float) -> Answer:
+def _post(request: urllib.request.Request, timeout_s: float, most_bytes: int) -> Answer:
     try:
         with _OPENER.open(request, timeout=timeout_s) as response:
-            return _answer(response.status, response.headers, response.read(_MOST_ANSWER))
+            return _answer(response.status, response.headers, response.read(most_bytes))
     except urllib.error.HTTPError as error:
         with error:
-            return _answer(error.code, error.headers, error.read(_MOST_ANSWER))
+            return _answer(error.code, error.headers, error.read(_MOST_SHOWN))
 
 
 def _answer(status: int, headers: Message, body: bytes) -> Answer:
@@ -132,5 +136,5 @@ async def _in_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, outcome, failure)
 
-    threading.Thread(target=run, name="alert", daemon=True).start()
+    threading.Thread(target=run, name="outgoing", daemon=True).start()
     return await future
