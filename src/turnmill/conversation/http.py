@@ -205,10 +205,10 @@ class _Connections:
 
     def _ring(self) -> None:
         self._rings_at = math.inf
-        due = time.monotonic() + _TICK_S
-        for connection in self._open:
-            if connection.give_up <= due:
-                connection.time_out()
+        now = time.monotonic() + _TICK_S
+        due = [connection for connection in self._open if connection.give_up <= now]
+        for connection in sorted(due, key=lambda connection: connection.give_up):
+            connection.time_out()
         self.watch(min((connection.give_up for connection in self._open), default=math.inf))
 
     def _stop(self) -> None:

@@ -312,7 +312,8 @@ async def test_a_time_out_ends_the_connection_and_its_late_answer_reaches_nobody
 
     async with serving(late) as (server, client):
         with pytest.raises(TimeoutError):
-            await post(client, server, b"first", timeout_s=0.02)
+            # Long enough for the connection to be there, and the request on it.
+            await post(client, server, b"first", timeout_s=0.5)
         go_on.set()
         assert await post(client, server, b"second") == (200, b"ok")
         assert [request.connection for request in server.requests] == [0, 1]
@@ -334,8 +335,8 @@ def test_requests_under_way_together_time_out_in_the_order_of_their_deadlines(
         async with serving(silence) as (server, client):
             forever = asyncio.create_task(ask(client, server.url, FOREVER_S))
             # Later ones are due earlier, and a timer that rang is set again for the next.
-            await asyncio.gather(*(ask(client, server.url, timeout_s) for timeout_s in (0.15, 0.05, 0.1)))
-            assert ended == [0.05, 0.1, 0.15] and not forever.done()
+            await asyncio.gather(*(ask(client, server.url, timeout_s) for timeout_s in (0.6, 0.2, 0.4)))
+            assert ended == [0.2, 0.4, 0.6] and not forever.done()
             forever.cancel()
             await asyncio.wait({forever})
 
