@@ -98,7 +98,8 @@ def test_a_template_s_own_refusal_is_an_invalid_request(tokenizer: Any, tmp_path
 
 
 def test_tools_are_given_to_the_template(tokenizer: Any, tmp_path: Path) -> None:
-    renderer = renderer_with("{% if tools %}tools {{ tools | length }}{% endif %}" + PLAIN, tokenizer, tmp_path)
+    told = "{% if tools %}tools {{ tools | length }}: {{ tools | tojson }}{% endif %}"
+    renderer = renderer_with(told + PLAIN, tokenizer, tmp_path)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     assert renderer.decode(renderer.opening([USER], [tool])).startswith("tools 1")
     assert renderer.continuation([NEXT], ended=True, tools=[tool]) == renderer.continuation([NEXT], ended=True)
