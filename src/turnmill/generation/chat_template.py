@@ -5,6 +5,7 @@ How a template ends an assistant's turn is found by rendering a stand-in convers
 Only the template makes control tokens: where the text of a message spells one, it is cut in two before it is tokenized.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -74,16 +75,18 @@ class ChatTemplate:
         # The template has written every special token, a leading one included.
         first, *others = text.split(_CUT)
         ids: list[int] = self.tokenizer.encode(first, add_special_tokens=False)
-        for part in others:
-            ids += self.encode_behind(part)
-        return ids
+        return [*ids, *itertools.chain.from_iterable(self._encode_part(part) for part in others)]
 
-    def encode_behind(self, text: str) -> list[int]:
-        """The tokens of a text that stands in the middle of others.
+    def encode_behind(self, text: str, before: str = "") -> list[int]:
+        """The tokens of a text that stands in the midst of others, in the tokens that end with those of `before`."""
+        first, *others = text.split(_CUT)
+        there, both = self._encode_part(before), self._encode_part(before + first)
+        # Where the two would merge, what is there stays.
+        ids = both[len(there) :] if both[: len(there)] == there else self._encode_part(first)
+        return [*ids, *itertools.chain.from_iterable(self._encode_part(part) for part in others)]
 
-        Behind a special token, because what a tokenizer does at the start of a text (a space put in front, say) it does
-        not do there.
-        """
+    def _encode_part(self, text: str) -> list[int]:
+        """Behind a special token: what a tokenizer does at the start of a text (a space in front) is not done here."""
         ids: list[int] = self.tokenizer.encode(self.end_text + text, add_special_tokens=False)
         return ids[1:]
 
@@ -142,8 +145,8 @@ class ChatTemplate:
         return {token for token in [self.tokenizer.eos_token_id, *ids] if token is not None}
 
 
-def _plain(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The message as templates know it: its text as one string, its tool calls in one form."""
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message, its parts joined: most templates know text as a string only, and print anything else."""
     content = message.get("content")
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
@@ -151,7 +154,12 @@ def _plain(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not (content is None or isinstance(content, str)):
         raise GenerationFailed("invalid_request", "a message needs a role and a text or a list of text parts")
-    plain = {**message, "content": content or ""}
+    return content or ""
+
+
+def _plain(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """The message as templates know it: its text as one string, its tool calls in one form."""
+    plain = {**message, "content": text_of(message)}
     calls = plain.pop("tool_calls", None)
     return {**plain, "tool_calls": [_plain_call(call, as_text=as_text) for call in calls]} if calls else plain
 

@@ -1,12 +1,15 @@
 """Messages as tokens, by the model's own chat template; what was sampled is never tokenized again.
 
-    opening: the whole conversation + generation prompt          (starts a conversation)
+    opening: the conversation up to the reply                    (starts a conversation)
     continuation: what follows a sampled reply in the template   (the end-of-turn token if the reply was cut before it,
                   whatever the template puts behind it, the new messages, the generation prompt)
 
 The continuation is found without knowing the template: a stand-in conversation is rendered with the new messages, and
 everything behind its reply's end-of-turn token is what the stored tokens lack. Where tool messages come first, the
 stand-in reply calls as many tools, and all of the new messages are rendered in one go: templates group and check them.
+
+An opening that holds replies is rendered turn by turn in the same way, each reply as it was said: so a conversation
+that is begun in its midst, by a fork or in another process, has the tokens that it has where it was sampled.
 
 A reply that must call a tool begins with what opens a call, which is a part of the prompt.
 """
@@ -17,8 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from turnmill.errors import GenerationFailed
-from turnmill.generation.chat_template import ANSWERED, ASKED, QUESTION, REPLY, ChatTemplate
-from turnmill.generation.syntax_learning import call_end, learn, renders_tools, stand_in_call, thoughts
+from turnmill.generation.chat_template import ANSWERED, ASKED, QUESTION, REPLY, ChatTemplate, text_of
+from turnmill.generation.syntax_learning import (
+    call_end,
+    learn,
+    renders_tools,
+    reply_start,
+    stand_in_call,
+    thoughts,
+)
 from turnmill.records import TEXT_ROLE, encode
 
 # Rendered texts that are remembered, and tokens of all of them; environments repeat prompts and observations.
@@ -47,6 +57,7 @@ class Renderer:
         }
         self.end_texts = {self.template.end_text, *ends}
         self._question = self._rendered_question()
+        self._before_reply = self._end_of_prompt()
 
     def opening(self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = "") -> list[int]:
         """The tokens of a conversation's first prompt, and of what its reply begins with.
@@ -54,6 +65,31 @@ class Renderer:
         Raises `GenerationFailed` (invalid_request).
         """
         return list(self._ids("opening", messages, tools, begun))
+
+    def one_go(self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = "") -> list[int]:
+        """The tokens that the template makes of all messages at once, earlier replies rendered anew."""
+        return self.template.encode(self.template.render(messages, tools, generation_prompt=True) + begun)
+
+    def turn_by_turn(
+        self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = ""
+    ) -> list[int]:
+        """The tokens of a conversation whose replies were sampled; the last message is to be answered.
+
+        Raises `GenerationFailed` where the template does not render one of the turns by itself.
+        """
+        ids: list[int] = []
+        start = 0
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                ids += self._turn(ids, messages[start:index], tools, "")
+                ids += self.said(message, tools)
+                start = index + 1
+        return ids + self._turn(ids, messages[start:], tools, begun)
+
+    def said(self, message: dict[str, Any], tools: Tools | None = None) -> list[int]:
+        """The tokens of a reply as it was said: its text, its calls as the template writes them, its end token."""
+        text, end_text = self._said(message, tools)
+        return self.template.encode_behind(text + end_text, self._before_reply)
 
     def continuation(
         self, new_messages: Sequence[dict[str, Any]], *, ended: bool, tools: Tools | None = None, begun: str = ""
@@ -123,11 +159,48 @@ class Renderer:
         if tools and not self.renders_tools:
             raise GenerationFailed("invalid_request", "this model's chat template does not tell the model of tools")
         if kind == "opening":
-            return self.template.encode(self.template.render(messages, tools, generation_prompt=True) + begun)
+            return self._encode_opening(messages, tools, begun)
         ids = self.template.encode(self._after_reply(messages, tools) + begun)
         if ids[0] not in self.end_ids:
             raise GenerationFailed("invalid_request", "the end-of-turn token merges with what follows it")
         return ids
+
+    def _encode_opening(self, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
+        if any(message.get("role") == "assistant" for message in messages):
+            try:
+                return self.turn_by_turn(messages, tools, begun)
+            except GenerationFailed:
+                # Its turns are none by themselves (a reply comes first, for instance): the template may know better.
+                return self.one_go(messages, tools, begun)
+        return self.one_go(messages, tools, begun)
+
+    def _turn(
+        self, before: list[int], messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str
+    ) -> list[int]:
+        if before:
+            return self.continuation(messages, ended=True, tools=tools, begun=begun)
+        return self.opening(messages, tools, begun)
+
+    def _said(self, message: dict[str, Any], tools: Tools | None) -> tuple[str, str]:
+        """The text of a reply, cut, and what ends its turn."""
+        content = self.template.cut(text_of(message))
+        if not message.get("tool_calls") or self.syntax is None:
+            return content, self.template.end_text
+        calls = self._reply({**message, "content": ""}, tools)
+        thoughts_end = self.syntax.thoughts_end
+        if not self.syntax.mark and not (thoughts_end and content.rstrip().endswith(thoughts_end)):
+            # Calls are all that such a reply says.
+            return calls, self.syntax.end_text
+        if content and not content[-1].isspace():
+            _, _, behind = self._reply({**message, "content": REPLY}, tools).partition(REPLY)
+            content += behind[: max(0, behind.find(calls))]
+        return content + calls, self.syntax.end_text
+
+    def _reply(self, message: dict[str, Any], tools: Tools | None) -> str:
+        """The text of a reply that calls as the template renders it, without what ends it."""
+        text = self.template.render([ASKED, message], tools, generation_prompt=False)
+        end = max((text.rfind(end_text) for end_text in self.end_texts), default=-1)
+        return text[reply_start(self.template, text, tools) : max(end, 0)]
 
     def _encode_text(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[int]:
         """A plain text: it begins as the tokenizer begins texts, and goes on with nothing in between."""
@@ -174,6 +247,13 @@ class Renderer:
             # It may hold the date.
             self._question = self._rendered_question()
         return before.startswith(self._question)
+
+    def _end_of_prompt(self) -> str:
+        """What stands between the last control token of a prompt and the reply: white space, in most templates."""
+        _, _, text = self.template.render([ASKED], generation_prompt=True).partition(QUESTION)
+        while (special := self.template.first_special(text)) is not None:
+            text = text[special[0] + len(special[1]) :]
+        return text
 
     def _rendered_question(self) -> str:
         plain = self.template.render(ANSWERED, generation_prompt=False)

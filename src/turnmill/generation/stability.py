@@ -55,20 +55,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     renderer: Renderer, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None, name: str = ""
 ) -> Comparison:
-    """The conversation of these messages, of which the last is to be answered.
+    """The conversation of these messages, of which the last is to be answered, and what was said before was sampled.
 
-    What the assistant says in them counts as sampled as the template renders it when nothing follows. Raises
-    `GenerationFailed` where the template refuses.
+    Raises `GenerationFailed` where the template refuses.
     """
-    stored: list[int] = []
-    start = 0
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            stored += _new(renderer, stored, messages[start:index], tools)
-            stored += sampled_ids(renderer, messages[: index + 1], tools)
-            start = index + 1
-    stored += _new(renderer, stored, messages[start:], tools)
-    one_go = renderer.opening(messages, tools)
+    stored, one_go = renderer.turn_by_turn(messages, tools), renderer.one_go(messages, tools)
     parts = [_text(renderer, ids) for ids in _different(stored, one_go)]
     return Comparison(
         name=name,
@@ -121,29 +112,6 @@ def warn_of_differences(renderer: Renderer) -> None:
             "the model's chat template tells of tools, but how it writes tool calls is not known here: replies stay "
             "text, and no call can be forced"
         )
-
-
-def sampled_ids(
-    renderer: Renderer, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-) -> list[int]:
-    """Tokens of the last message, the assistant's, as the template has a model say it; its end token included."""
-    template = renderer.template
-    text = template.render(messages, tools, generation_prompt=False)
-    prompt = template.render(messages[:-1], tools, generation_prompt=True)
-    ends = [text.rfind(end) + len(end) for end in renderer.end_texts if end in text]
-    if not text.startswith(prompt) or not ends or max(ends) <= len(prompt):
-        raise GenerationFailed("invalid_request", "the chat template does not go on from its own prompt")
-    text = text[: max(ends)]
-    ids, prompt_ids = template.encode(text), template.encode(prompt)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        return ids[len(prompt_ids) :]
-    return template.encode_behind(text[len(prompt) :])
-
-
-def _new(
-    renderer: Renderer, stored: list[int], messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> list[int]:
-    return renderer.continuation(messages, ended=True, tools=tools) if stored else renderer.opening(messages, tools)
 
 
 def _turn(number: int) -> list[dict[str, Any]]:

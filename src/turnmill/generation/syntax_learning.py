@@ -126,18 +126,23 @@ def _reply_that_calls(template: ChatTemplate, num_calls: int) -> tuple[str, str,
     message = {"role": "assistant", "content": "", "tool_calls": [stand_in_call(i) for i in range(num_calls)]}
     try:
         text = template.render([ASKED, message], [TOOL], generation_prompt=False)
-        prompt = template.render([ASKED], [TOOL], generation_prompt=True)
-        plain = template.render(ANSWERED, [TOOL], generation_prompt=False)
+        reply = text[reply_start(template, text, [TOOL]) :]
     except GenerationFailed:
         return None
-    # A turn begins with what every turn does (no thoughts, for instance), which the prompt may hold only a part of.
-    begun = _common(text, plain[: plain.find(REPLY)])
-    reply = text[max(len(begun), len(prompt) if text.startswith(prompt) else 0) :]
     place = call_end(reply, num_calls - 1)
     if place < 0:
         return None
     end = _end(template, reply[place:])
     return (reply[: place + end[0]], reply[place : place + end[0]], end[1]) if end is not None else None
+
+
+def reply_start(template: ChatTemplate, text: str, tools: list[dict[str, Any]] | None) -> int:
+    """Where the reply begins in the rendered text of the stand-in question and a reply."""
+    prompt = template.render([ASKED], tools, generation_prompt=True)
+    plain = template.render(ANSWERED, tools, generation_prompt=False)
+    # A turn begins with what every turn does (no thoughts, for instance), which the prompt may hold only a part of.
+    begun = _common(text, plain[: plain.find(REPLY)])
+    return max(len(begun), len(prompt) if text.startswith(prompt) else 0)
 
 
 def _end(template: ChatTemplate, tail: str) -> tuple[int, str] | None:

@@ -68,9 +68,10 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
         """The text outside of calls, and the calls; all of the text where nothing in it can be read as a call."""
         start = self._thoughts(text)
         if not self.mark:
-            group = self._group(text, start + _num_spaces(text[start:]))
+            start += _num_spaces(text[start:])
+            group = self._group(text, start)
             is_all = group is not None and not text[group[1] :].strip()
-            return (text[:start].rstrip(), group[0]) if group is not None and is_all else (text, [])
+            return (_said(text[:start]), group[0]) if group is not None and is_all else (text, [])
         calls: list[ReadCall] = []
         outside: list[str] = []
         place, search = 0, start
@@ -82,7 +83,7 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
             outside.append(text[place : match.start()])
             calls += group[0]
             place = search = group[1]
-        return ("".join([*outside, text[place:]]).rstrip() if calls else text), calls
+        return (_said("".join([*outside, text[place:]])) if calls else text), calls
 
     def num_certain(self, text: str) -> int:
         """Characters at the beginning of a growing text that no call will take up."""
@@ -175,14 +176,19 @@ def _read_call(name: Any, arguments: Any, call_id: Any) -> ReadCall | None:
         arguments = found[0] if found is not None and found[1] == len(arguments.strip()) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    written = json.dumps(arguments, ensure_ascii=False)
     try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (name + written).encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair.
+    except (ValueError, RecursionError):
+        # A number that is none, or half of a surrogate pair.
         return None
     is_id = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
     return ReadCall(name=name, arguments=written, id=call_id if is_id else None)
+
+
+def _said(outside: str) -> str:
+    """White space alone says nothing."""
+    return outside if outside.strip() else ""
 
 
 def _num_spaces(text: str) -> int:

@@ -1,6 +1,5 @@
 """A model that always says the same: its logits depend on the last token alone."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,34 @@ import torch
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.unit.generation.families import Family
+from tests.unit.generation.families import FAMILIES
 
 _WIDTH = 48
+# What models say, a token each and each once, and what the prompts end with that they say it after.
+SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
+    "chatml": (
+        ['<tool_call>\n{"name": "', "get_weather", '", "arguments": ', '{"city": "Paris"}', "}\n</tool_call>\n",
+         '<tool_call>\n{"name": "add", "arguments"', ': {"a": 1}}', "\n</tool_call>"],
+        ["<|im_start|>assistant\n"],
+    ),
+    # Only what follows a name that it has to call.
+    "chatml:named": ([' {"city": "Oslo"}', "}\n</tool_call>"], ['{"name": "get_weather", "arguments":']),
+    "qwen3": (
+        ["<think>\nTools, ", "then.\n", "</think>\n\n", '<tool_call>\n{"name": "', "get_weather", '", "arguments": ',
+         '{"city": "Paris"}', "}\n</tool_call>"],
+        ["<|im_start|>assistant\n"],
+    ),
+    "llama3": (['{"name": "', "get_weather", '", "parameters": ', '{"city": "Paris"}', "}"], ["<|end_header_id|>\n\n"]),
+    "mistral": (
+        ['[{"name": "', "get_weather", '", "arguments": ', '{"city": "Paris"}', ', "id": "sampled', '12"}]'],
+        ["[TOOL_CALLS]", "[INST] x[/INST]", "[TOOL_RESULTS] x[/TOOL_RESULTS]"],
+    ),
+}  # fmt: skip
 
 
-def save_scripted(folder: Path, family: Family, chunks: Sequence[str], starts: Sequence[str]) -> Any:
-    """A model that says these chunks of text, a token each, behind any of the tokens that `starts` end with.
-
-    Each chunk is there once. The tokenizer that goes with it.
-    """
+def save_scripted(folder: Path, name: str) -> Any:
+    """A model of this family that says its script, and the tokenizer that goes with it."""
+    family, (chunks, starts) = FAMILIES[name.partition(":")[0]], SCRIPTS[name]
     tokenizer = family.tokenizer()
     tokenizer.add_tokens([AddedToken(chunk, special=False, normalized=False) for chunk in chunks])
     tokenizer.chat_template = family.template

@@ -54,8 +54,8 @@ def test_opening_reply_and_continuation_are_the_whole_conversation_as_the_templa
     new = [{"role": "tool", "content": "noted"}, NEXT]
     path = [*renderer.opening([USER]), *reply_ids, end, *renderer.continuation(new, ended=True)]
     cut = [*renderer.opening([USER]), *reply_ids, *renderer.continuation(new, ended=False)]
-    whole = renderer.opening([USER, {"role": "assistant", "content": reply}, *new])
-    assert path == cut == whole
+    whole = [USER, {"role": "assistant", "content": reply}, *new]
+    assert path == cut == renderer.one_go(whole) == renderer.opening(whole)
 
 
 def test_what_follows_the_end_token_is_part_of_the_continuation(tokenizer: Any, tmp_path: Path) -> None:

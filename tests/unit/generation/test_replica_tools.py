@@ -18,7 +18,7 @@ from tests.unit.generation.bench import (
     sampled,
     serving,
 )
-from tests.unit.generation.families import FAMILIES, TOOLS
+from tests.unit.generation.families import TOOLS
 from tests.unit.generation.scripted import save_scripted
 from turnmill.generation.renderer import Renderer
 from turnmill.generation.stability import compare
@@ -27,19 +27,6 @@ from turnmill.records import TEXT_ROLE, FinishReason, Sampling
 
 QUESTION = [{"role": "user", "content": "What is the weather?"}]
 SAMPLING = Sampling(max_new_tokens=40)
-# (what is said, a token each, what a prompt ends with)
-SCRIPTS = {
-    "chatml": (
-        ['<tool_call>\n{"name": "', "get_weather", '", "arguments": ', '{"city": "Paris"}', "}\n</tool_call>\n",
-         '<tool_call>\n{"name": "add", "arguments"', ': {"a": 1}}', "\n</tool_call>"],
-        ["<|im_start|>assistant\n"],
-    ),
-    "llama3": (['{"name": "', "get_weather", '", "parameters": ', '{"city": "Paris"}', "}"], ["<|end_header_id|>\n\n"]),
-    "mistral": (
-        ['[{"name": "', "get_weather", '", "arguments": ', '{"city": "Paris"}', ', "id": "sampled', '12"}]'],
-        ["[TOOL_CALLS]", "[INST] x[/INST]", "[TOOL_RESULTS] x[/TOOL_RESULTS]"],
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +36,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make(family: str) -> Path:
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            save_scripted(folders[family], FAMILIES[family], *SCRIPTS[family])
+            save_scripted(folders[family], family)
         return folders[family]
 
     return make
@@ -95,7 +82,7 @@ async def test_a_conversation_with_calls_and_results_is_what_the_template_makes_
     }
 
 
-@pytest.mark.parametrize("family", sorted(SCRIPTS))
+@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
 async def test_a_forced_call_begins_in_the_prompt_and_is_seen_whole(
     family: str, ports: RunPorts, scripted: Any, plain_logprobs: Plain
 ) -> None:
@@ -118,6 +105,32 @@ async def test_a_forced_call_begins_in_the_prompt_and_is_seen_whole(
     if family == "mistral":
         # The id that the model wrote, which the template will show to it again.
         assert call.reply["tool_calls"][0]["id"] == "sampled12"
+
+
+async def test_a_call_of_a_named_tool_begins_with_its_name(
+    ports: RunPorts, scripted: Any, plain_logprobs: Plain
+) -> None:
+    folder = scripted("chatml:named")
+    renderer = Renderer(folder)
+    async with serving(ports, CountingEngine(folder), folder):
+        request = request_for("a_0", QUESTION, tools=TOOLS, tool_choice="function:get_weather", sampling=SAMPLING)
+        assert (await ask(ports, request)).finish_reason == "tool_calls"
+        first = await recorded(ports, "a_0")
+        again = request_for(
+            "a_1", results_of(first.reply), parent="a_0", tools=TOOLS, tool_choice="function:get_weather",
+            sampling=SAMPLING,
+        )  # fmt: skip
+        assert (await ask(ports, again)).finish_reason == "tool_calls"
+    second = await recorded(ports, "a_1")
+    path = [*first.token_ids, *second.token_ids]
+    assert_exact(plain_logprobs, folder, path, second)
+    for call in (first, second):
+        assert renderer.decode(sampled(call)) == ' {"city": "Oslo"}}\n</tool_call>'
+        assert call.reply["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        assert sum(call.loss_mask) == call.num_sampled == 3
+    # What was sampled and what was not are together what the template writes.
+    messages = [*QUESTION, first.reply, *results_of(first.reply), second.reply, *results_of(second.reply)]
+    assert [*path, *renderer.continuation(messages[-1:], ended=True, tools=TOOLS)] == renderer.one_go(messages, TOOLS)
 
 
 async def test_nothing_is_called_where_nothing_may_be(ports: RunPorts, scripted: Any) -> None:

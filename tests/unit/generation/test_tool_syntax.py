@@ -1,6 +1,7 @@
 """Tool calls in what a model says: read as its template writes them, text where they can't be, begun where forced."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from tests.unit.generation.families import FAMILIES, TOOLS
 from turnmill.errors import GenerationFailed
 from turnmill.generation.renderer import Renderer
 from turnmill.generation.replies import ReadReply, read_reply, read_text
-from turnmill.generation.stability import sampled_ids
-from turnmill.records import FinishReason
+from turnmill.records import FinishReason, encode
 
 KNOWN = ["chatml", "qwen3", "llama3", "llama3-parallel", "mistral", "name-outside"]
 # The published Llama 3 template writes one call a reply.
@@ -58,12 +58,13 @@ def test_calls_that_the_template_writes_are_read_from_their_tokens(
     family: str, num_calls: int, renderers: Callable[[str], Renderer]
 ) -> None:
     renderer = renderers(family)
-    calls = calls_of(*[NESTED, {}, {"n": 1.5, "deep": [[["x"]]]}][:num_calls])
-    ids = sampled_ids(renderer, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}], TOOLS)
+    arguments: list[dict[str, Any]] = [NESTED, {}, {"n": 1.5, "deep": [[["x"]]]}]
+    calls = calls_of(*arguments[:num_calls])
+    ids = renderer.said({"role": "assistant", "content": "", "tool_calls": calls}, TOOLS)
     reply = read_reply(renderer, renderer.syntax, ids, call_id="a_0", finish_reason=FinishReason.STOP)
     assert functions(reply) == [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     assert reply.finish_reason is FinishReason.TOOL_CALLS
-    assert reply.content.replace("<think>", "").replace("</think>", "").strip() == ""
+    assert reply.content == ""
     if family == "mistral":
         # The model writes ids of its own, and its template shows them to it again.
         assert [call["id"] for call in reply.tool_calls] == [call["id"] for call in calls]
@@ -77,11 +78,11 @@ def test_calls_that_the_template_writes_are_read_from_their_tokens(
 @pytest.mark.parametrize(
     ("family", "text", "content", "names"),
     [
-        ("chatml", f"Let me see.\n{HERMES}", "Let me see.", ["f"]),
+        ("chatml", f"Let me see.\n{HERMES}", "Let me see.\n", ["f"]),
         ("chatml", f"{HERMES}\n{HERMES}", "", ["f", "f"]),
         # White space is as the model likes it, and what stands between calls and behind them is text.
         ("chatml", '<tool_call>{"name":"f","arguments":{}}</tool_call>', "", ["f"]),
-        ("chatml", f"One\n{HERMES}\nTwo\n{HERMES}\nThree\n", "One\nTwo\nThree", ["f", "f"]),
+        ("chatml", f"One\n{HERMES}\nTwo\n{HERMES}\nThree\n", "One\nTwo\nThree\n", ["f", "f"]),
         # Arguments first, and as text.
         ("chatml", '<tool_call>{"arguments": {}, "name": "f"}</tool_call>', "", ["f"]),
         ("chatml", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", ["f"]),
@@ -89,12 +90,17 @@ def test_calls_that_the_template_writes_are_read_from_their_tokens(
         ("chatml", HERMES.replace('"f"', '"no such tool"'), "", ["no such tool"]),
         # The second call is cut: it stays text.
         ("chatml", f"{HERMES}\n{HERMES[:-14]}", HERMES[:-14], ["f"]),
-        ("qwen3", f"<think>\nI could {HERMES}.\n</think>\n\n{HERMES}", f"<think>\nI could {HERMES}.\n</think>", ["f"]),
+        (
+            "qwen3",
+            f"<think>\nI could {HERMES}.\n</think>\n\n{HERMES}",
+            f"<think>\nI could {HERMES}.\n</think>\n\n",
+            ["f"],
+        ),
         ("llama3", f"\n{LLAMA}\n", "", ["f"]),
         ("llama3-parallel", f"{LLAMA};{LLAMA} ; {LLAMA}", "", ["f", "f", "f"]),
         ("mistral", MISTRAL, "", ["f"]),
         ("mistral", '[TOOL_CALLS][{"name":"f","arguments":{}},{"name":"g","arguments":{}}]', "", ["f", "g"]),
-        ("mistral", f"Let me see. {MISTRAL}", "Let me see.", ["f"]),
+        ("mistral", f"Let me see. {MISTRAL}", "Let me see. ", ["f"]),
     ],
 )
 def test_calls_are_read_as_models_write_them(
@@ -124,6 +130,8 @@ def test_calls_are_read_as_models_write_them(
         ("chatml", HERMES.replace('"f"', "7")),
         ("chatml", HERMES.replace('"name"', '"nom"')),
         ("chatml", HERMES.replace('{"a": 1}', "{'a': 1}")),
+        ("chatml", HERMES.replace('{"a": 1}', '{"a": 1e999}')),
+        ("chatml", HERMES.replace('{"a": 1}', '{"a": ' + "9" * 5000 + "}")),
         # Half of a surrogate pair can't be sent to anybody.
         ("chatml", HERMES.replace('"a"', '"\\ud800"')),
         ("chatml", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
@@ -169,7 +177,7 @@ def test_ids_are_the_same_for_the_same_call_and_different_within_a_reply(
     [
         (("</tool_call>",), 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n', 0),
         (('"arguments"',), 'Hm.\n<tool_call>\n{"name": "f", ', 0),
-        (("Done",), "Hm.", 1),
+        (("Done",), "Hm.\n", 1),
         (("not there",), "Hm.\nDone.", 1),
         (("Done", "Hm"), "", 0),
     ],
@@ -244,13 +252,14 @@ def test_a_forced_call_is_begun_as_the_template_writes_it(family: str, renderers
 
 
 def test_a_forced_call_that_can_not_be_kept_is_refused(renderers: Callable[[str], Renderer]) -> None:
-    for family, choice, tools, text in (
+    cases: list[tuple[str, str, list[dict[str, Any]] | None, str]] = [
         ("chatml", "required", None, "needs tools"),
         ("chatml", "function:other", TOOLS, "none of the tools"),
         ("chatml", "function:other", [{"type": "function"}, {"function": 7}], "none of the tools"),
         ("xml", "required", TOOLS, "was not found in its chat template"),
         ("xml", "function:add", TOOLS, "was not found in its chat template"),
-    ):
+    ]
+    for family, choice, tools, text in cases:
         with pytest.raises(GenerationFailed, match=text) as failed:
             renderers(family).begun(choice, tools)
         assert failed.value.code == "invalid_request"
@@ -282,3 +291,27 @@ def test_parts_of_a_call_may_lie_deeper_and_arguments_be_text(tmp_path: Path) ->
     said = '[TOOL_CALLS] [{"id": "ownidowni", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]'
     reply = read(renderer, said)
     assert functions(reply) == [("f", {"a": 1})] and reply.tool_calls[0]["id"] == "ownidowni"
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_anything_a_model_may_say_is_read(family: str, renderers: Callable[[str], Renderer]) -> None:
+    """Pieces of calls in any order: nothing raises, what is certain begins the content, and calls can be sent."""
+    renderer = renderers(family)
+    assert renderer.syntax is not None
+    pieces = [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "{", "}", ",", ";", " ", "\n", "x", "</think>"),
+        *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}, "id": "abcdefgh1"}', '"name"', "<think>"),
+        *("<|calls|>", "<|call|>function<|sep|>f", "\n```json\n{}\n```", "<|/call|>", "<|/calls|>", "\ud7ff", "\ufffd"),
+    ]
+    rng = random.Random(family)
+    num_calls = 0
+    for _ in range(3000):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 14)))
+        reply = read(renderer, text)
+        num_calls += len(reply.tool_calls)
+        assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in reply.tool_calls)
+        assert reply.tool_calls or reply.content == text
+        cut = text[: rng.randint(0, len(text))]
+        assert reply.content.startswith(cut[: renderer.syntax.num_certain(cut)])
+        encode(reply.message)
+    assert num_calls > 10

@@ -12,12 +12,13 @@ import pytest
 from tests.unit.generation.families import FAMILIES, TOOLS
 from turnmill.errors import GenerationFailed
 from turnmill.generation.renderer import Renderer
-from turnmill.generation.stability import compare, probe, sampled_ids, warn_of_differences
-from turnmill.records import TEXT_ROLE
+from turnmill.generation.replies import read_reply
+from turnmill.generation.stability import compare, probe, warn_of_differences
+from turnmill.records import TEXT_ROLE, FinishReason
 
-QUESTION = {"role": "user", "content": "What is the weather in Paris, and what is 1 + 2?"}
-LATER = {"role": "user", "content": "And in Oslo?"}
-ANSWER = {"role": "assistant", "content": "It is 20 degrees, and 3."}
+QUESTION: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris, and what is 1 + 2?"}
+LATER: dict[str, Any] = {"role": "user", "content": "And in Oslo?"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "It is 20 degrees, and 3."}
 
 
 def call(name: str, call_id: str, **arguments: Any) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def result(call_id: str, content: str) -> dict[str, Any]:
 WEATHER = call("get_weather", "abcdefgh1", city="Paris")
 ADD = call("add", "abcdefgh2", a=1, b=2)
 RESULTS = [result("abcdefgh1", "20 degrees"), result("abcdefgh2", "3")]
-CALLED = {"role": "assistant", "content": "", "tool_calls": [WEATHER, ADD]}
-PARALLEL = [QUESTION, CALLED, *RESULTS]
+CALLED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [WEATHER, ADD]}
+PARALLEL: list[dict[str, Any]] = [QUESTION, CALLED, *RESULTS]
 
 
 @pytest.fixture
@@ -132,10 +133,44 @@ def test_a_model_whose_calls_can_not_be_read_is_warned_of(make: Any, caplog: pyt
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3-parallel", "mistral", "name-outside"])
 def test_sampled_calls_end_in_a_token_that_ends_the_turn(family: str, make: Any) -> None:
     renderer = make(family)
-    ids = sampled_ids(renderer, [QUESTION, CALLED], TOOLS)
+    ids = renderer.said(CALLED, TOOLS)
     assert ids[-1] in renderer.end_ids and not set(ids[:-1]) & renderer.end_ids
     text = renderer.template.tokenizer.decode(ids)
     assert "get_weather" in text and '"Paris"' in text
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "llama3-parallel", "mistral", "name-outside"])
+@pytest.mark.parametrize("text", ["", "Let me see.\n\n", "<think>\nTwo tools.\n</think>\n\n"])
+def test_a_reply_that_is_sent_back_is_the_tokens_that_were_sampled(family: str, text: str, make: Any) -> None:
+    """However a conversation comes to a process that does not know it, it goes on as where it was sampled."""
+    renderer = make(family)
+    if "llama" in family and not (renderer.syntax.thoughts_end and "think" in text):
+        text = ""
+    asked = [WEATHER] if family == "llama3" else [WEATHER, ADD]
+    sampled = renderer.said({**CALLED, "content": text, "tool_calls": asked}, TOOLS)
+    reply = read_reply(renderer, renderer.syntax, sampled, call_id="a_0", finish_reason=FinishReason.STOP).message
+    assert len(reply["tool_calls"]) == len(asked) and reply["content"].strip() == text.strip()
+    results = [result(call["id"], "20 degrees") for call in reply["tool_calls"]]
+    stored = [
+        *renderer.opening([QUESTION], TOOLS),
+        *sampled,
+        *renderer.continuation(results, ended=True, tools=TOOLS),
+    ]
+    assert renderer.opening([QUESTION, reply, *results], TOOLS) == stored
+    # A client may take white space off.
+    stripped = {**reply, "content": reply["content"].strip()}
+    again = renderer.decode(renderer.opening([QUESTION, stripped, *results], TOOLS))
+    assert "".join(again.split()) == "".join(renderer.decode(stored).split())
+
+
+def test_a_conversation_that_begins_with_a_reply_is_rendered_in_one_go(make: Any) -> None:
+    renderer = make("chatml")
+    messages = [{**ANSWER}, QUESTION]
+    assert renderer.opening(messages) == renderer.one_go(messages)
+    with pytest.raises(GenerationFailed):
+        renderer.turn_by_turn(messages)
+    twice = [QUESTION, ANSWER, ANSWER, LATER]
+    assert renderer.opening(twice) == renderer.one_go(twice)
 
 
 def test_a_turn_that_calls_may_end_by_a_token_of_its_own(tmp_path: Path) -> None:
@@ -215,7 +250,7 @@ def test_the_date_in_a_system_prompt_may_change_while_a_replica_runs(
     renderer = Renderer(tmp_path)
     before = renderer.opening([QUESTION])
     set_zone("XXX-14")
-    assert renderer.opening([QUESTION, ANSWER, LATER])[: len(before)] != before
+    assert renderer.one_go([QUESTION])[: len(before)] != before
     assert renderer.decode(renderer.continuation([LATER], ended=True)).count(LATER["content"]) == 1
 
 
