@@ -303,10 +303,12 @@ def test_anything_a_model_may_say_is_read(family: str, renderers: Callable[[str]
         *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}, "id": "abcdefgh1"}', '"name"', "<think>"),
         *("<|calls|>", "<|call|>function<|sep|>f", "\n```json\n{}\n```", "<|/call|>", "<|/calls|>", "\ud7ff", "\ufffd"),
     ]
+    (call,) = calls_of({"a": [1, "}"]})
+    whole = renderer.decode_calls(renderer.said({"role": "assistant", "content": "", "tool_calls": [call]}, TOOLS))
     rng = random.Random(family)
     num_calls = 0
     for _ in range(3000):
-        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 14)))
+        text = "".join(rng.choice([whole, rng.choice(pieces)]) for _ in range(rng.randint(1, 8)))
         reply = read(renderer, text)
         num_calls += len(reply.tool_calls)
         assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in reply.tool_calls)
