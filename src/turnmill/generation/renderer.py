@@ -184,8 +184,10 @@ class Renderer:
     def _said(self, message: dict[str, Any], tools: Tools | None) -> tuple[str, str]:
         """The text of a reply, cut, and what ends its turn."""
         content = self.template.cut(text_of(message))
-        if not message.get("tool_calls") or self.syntax is None:
+        if not message.get("tool_calls"):
             return content, self.template.end_text
+        if self.syntax is None:
+            return self._reply(message, tools), self.template.end_text
         calls = self._reply({**message, "content": ""}, tools)
         thoughts_end = self.syntax.thoughts_end
         if not self.syntax.mark and not (thoughts_end and content.rstrip().endswith(thoughts_end)):
@@ -199,8 +201,11 @@ class Renderer:
     def _reply(self, message: dict[str, Any], tools: Tools | None) -> str:
         """The text of a reply that calls as the template renders it, without what ends it."""
         text = self.template.render([ASKED, message], tools, generation_prompt=False)
-        end = max((text.rfind(end_text) for end_text in self.end_texts), default=-1)
-        return text[reply_start(self.template, text, tools) : max(end, 0)]
+        start = reply_start(self.template, text, tools)
+        end = max(text.rfind(end_text) for end_text in self.end_texts)
+        if end < start:
+            raise GenerationFailed("invalid_request", "the chat template does not end a reply that calls tools")
+        return text[start:end]
 
     def _encode_text(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[int]:
         """A plain text: it begins as the tokenizer begins texts, and goes on with nothing in between."""

@@ -52,6 +52,18 @@ def _id(index: int) -> str:
     return f"standin{index:02}"
 
 
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A rendered reply of stand-in calls."""
+
+    # Between the prompt and the reply: what every turn has there.
+    before: str
+    text: str
+    # Of it what stands behind the last arguments' value.
+    tail: str
+    # Ends the turn.
+    end_text: str
+
+
 class _Span(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rendered stand-in call is, and how it is written."""
 
@@ -90,22 +102,24 @@ def _learn(template: ChatTemplate) -> ToolSyntax | None:
     one = _reply_that_calls(template, 1)
     if one is None:
         return None
-    text, tail, end_text = one
+    text, tail, end_text = one.text, one.tail, one.end_text
     spans = _spans(text, 1)
     if spans is None:
         return None
     (call,) = spans
     two = _reply_that_calls(template, 2)
-    both = _spans(two[0], 2) if two is not None else None
+    both = _spans(two.text, 2) if two is not None else None
     opener = text[: call.start]
     specials = template.specials
     words = _words(opener, specials)
     if not words and call.form.name_path is None:
         # Any text might be a call.
         return None
-    between = two[0][both[0].end : both[1].start] if two is not None and both is not None else None
+    between = two.text[both[0].end : both[1].start] if two is not None and both is not None else None
     written = opener + tail + (between or "") + text[call.start : call.end]
     around = thoughts(template)
+    # The prompt has begun thoughts, which have to end before a call.
+    is_thinking = around is not None and not around[0].strip()
     ids = [template.tokenizer.convert_tokens_to_ids(token) for token in specials if token in written]
     return ToolSyntax(
         form=call.form,
@@ -113,7 +127,7 @@ def _learn(template: ChatTemplate) -> ToolSyntax | None:
         closer=_behind(text[call.end :], specials),
         separator=_behind(between, specials) if between is not None else None,
         mark=words[0] if words else "",
-        before_name=text[: call.name],
+        before_name=(one.before if is_thinking else "") + text[: call.name],
         before_arguments=text[call.name + len(_name(0)) : call.arguments] if call.name < call.arguments else None,
         end_text=end_text,
         special_ids=frozenset(ids),
@@ -121,19 +135,22 @@ def _learn(template: ChatTemplate) -> ToolSyntax | None:
     )
 
 
-def _reply_that_calls(template: ChatTemplate, num_calls: int) -> tuple[str, str, str] | None:
-    """(reply, reply behind its last arguments, what ends it) as the template renders a reply that only calls."""
+def _reply_that_calls(template: ChatTemplate, num_calls: int) -> _Reply | None:
+    """How the template renders a reply that only calls; None where it does not."""
     message = {"role": "assistant", "content": "", "tool_calls": [stand_in_call(i) for i in range(num_calls)]}
     try:
         text = template.render([ASKED, message], [TOOL], generation_prompt=False)
-        reply = text[reply_start(template, text, [TOOL]) :]
+        prompt = template.render([ASKED], [TOOL], generation_prompt=True)
+        start = reply_start(template, text, [TOOL])
     except GenerationFailed:
         return None
+    reply = text[start:]
     place = call_end(reply, num_calls - 1)
-    if place < 0:
+    end = _end(template, reply[place:]) if place >= 0 else None
+    if end is None:
         return None
-    end = _end(template, reply[place:])
-    return (reply[: place + end[0]], reply[place : place + end[0]], end[1]) if end is not None else None
+    before = text[len(prompt) : start] if text.startswith(prompt) else ""
+    return _Reply(before=before, text=reply[: place + end[0]], tail=reply[place : place + end[0]], end_text=end[1])
 
 
 def reply_start(template: ChatTemplate, text: str, tools: list[dict[str, Any]] | None) -> int:
@@ -215,7 +232,7 @@ def thoughts(template: ChatTemplate) -> tuple[str, str] | None:
         return None
     before, found, behind = text.partition(_THOUGHT)
     after, is_answered, _ = behind.partition(REPLY)
-    return (before.removeprefix(prompt), after) if found and is_answered and after.strip() else None
+    return (before[len(_common(before, prompt)) :], after) if found and is_answered and after.strip() else None
 
 
 def _common(first: str, second: str) -> str:

@@ -334,6 +334,11 @@ _OTHER_TOKENS: dict[str, Any] = {
 FAMILIES = {
     "chatml": Family(template=CHATML, **_CHATML_TOKENS),
     "qwen3": Family(template=QWEN3, **_CHATML_TOKENS),
+    # Its prompt has begun thoughts.
+    "qwen3-thinking": Family(
+        template=QWEN3.replace(_CHATML_END, _CHATML_END.replace("assistant\n'", "assistant\n<think>\n'")),
+        **_CHATML_TOKENS,
+    ),
     "llama3": Family(template=LLAMA3, **_LLAMA3_TOKENS),
     "llama3-parallel": Family(template=LLAMA3_PARALLEL, **_LLAMA3_TOKENS),
     "mistral": Family(template=MISTRAL, **_MISTRAL_TOKENS),

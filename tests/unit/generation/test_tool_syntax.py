@@ -14,7 +14,7 @@ from turnmill.generation.renderer import Renderer
 from turnmill.generation.replies import ReadReply, read_reply, read_text
 from turnmill.records import FinishReason, encode
 
-KNOWN = ["chatml", "qwen3", "llama3", "llama3-parallel", "mistral", "name-outside"]
+KNOWN = ["chatml", "qwen3", "qwen3-thinking", "llama3", "llama3-parallel", "mistral", "name-outside"]
 # The published Llama 3 template writes one call a reply.
 SEVERAL = [name for name in KNOWN if name != "llama3"]
 QUESTION = {"role": "user", "content": "What is the weather?"}

@@ -95,6 +95,27 @@ def test_thoughts_stay_where_qwen3_s_template_would_strip_them(make: Any, caplog
     assert "renders earlier turns anew" in record.getMessage() and "thoughts: stored is" in record.getMessage()
 
 
+def test_thoughts_that_the_prompt_begins_stay_too_and_end_before_a_forced_call(make: Any) -> None:
+    renderer = make("qwen3-thinking")
+    assert renderer.decode(renderer.opening([QUESTION])).endswith("<think>\n")
+    found = compare(renderer, [QUESTION, {**ANSWER, "content": "Easy.\n</think>\n\nFine."}, LATER])
+    assert "<think>\nEasy.\n</think>\n\nFine.<|im_end|>" in found.stored and "Easy" not in found.one_go
+    assert {item.name for item in probe(renderer) if not item.is_equal} >= {"thoughts"}
+    begun = renderer.begun("required", TOOLS)
+    assert begun == '\n</think>\n\n<tool_call>\n{"name": "'
+    assert make("qwen3").begun("required", TOOLS) == '<tool_call>\n{"name": "'
+    # A reply without thoughts, as the template has it.
+    said = renderer.one_go([QUESTION, CALLED, *RESULTS], TOOLS)
+    assert renderer.template.tokenizer.decode(said).count("<|im_start|>assistant\n<tool_call>") == 1
+
+
+def test_calls_of_an_unknown_syntax_are_rendered_by_the_template(make: Any) -> None:
+    renderer = make("xml")
+    messages = [*PARALLEL, ANSWER, LATER]
+    assert "<function=get_weather><parameter=city>Paris" in renderer.decode(renderer.opening(messages, TOOLS))
+    assert compare(renderer, messages, TOOLS).is_equal
+
+
 def test_tools_stay_where_mistral_s_template_would_move_them(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     renderer = make("mistral")
     assert compare(renderer, PARALLEL, TOOLS).is_equal
@@ -130,7 +151,7 @@ def test_a_model_whose_calls_can_not_be_read_is_warned_of(make: Any, caplog: pyt
     assert "20 degrees" in renderer.decode(renderer.continuation(RESULTS, ended=True, tools=TOOLS))
 
 
-@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3-parallel", "mistral", "name-outside"])
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "qwen3-thinking", "llama3-parallel", "mistral", "name-outside"])
 def test_sampled_calls_end_in_a_token_that_ends_the_turn(family: str, make: Any) -> None:
     renderer = make(family)
     ids = renderer.said(CALLED, TOOLS)
@@ -139,7 +160,9 @@ def test_sampled_calls_end_in_a_token_that_ends_the_turn(family: str, make: Any)
     assert "get_weather" in text and '"Paris"' in text
 
 
-@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "llama3-parallel", "mistral", "name-outside"])
+@pytest.mark.parametrize(
+    "family", ["chatml", "qwen3", "qwen3-thinking", "llama3", "llama3-parallel", "mistral", "name-outside"]
+)
 @pytest.mark.parametrize("text", ["", "Let me see.\n\n", "<think>\nTwo tools.\n</think>\n\n"])
 def test_a_reply_that_is_sent_back_is_the_tokens_that_were_sampled(family: str, text: str, make: Any) -> None:
     """However a conversation comes to a process that does not know it, it goes on as where it was sampled."""
