@@ -34,7 +34,7 @@ class ReadReply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def reads_calls(renderer: Renderer, tools: list[dict[str, Any]] | None, tool_choice: str) -> ToolSyntax | None:
     """How the calls of a reply to such a request are read; None where it can have none."""
-    return renderer.syntax if tools and tool_choice != "none" else None
+    return renderer.syntax.knowing(tools) if renderer.syntax is not None and tools and tool_choice != "none" else None
 
 
 def read_reply(

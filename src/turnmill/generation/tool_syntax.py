@@ -2,45 +2,21 @@
 
     sampled text -> ToolSyntax.read -> content, calls           forced call -> ToolSyntax.opening -> how a reply begins
 
-A call is a JSON object that holds name and arguments under whatever keys ({"name": ..., "parameters": {...}}), or a
-name, a text and the arguments as a JSON object. White space between the parts is as the model likes it. A call that
-can't be read is text: the model made it, and gets what follows from it.
+White space between the parts is as the model likes it. A call that can't be read is text: the model made it, and gets
+what follows from it.
 """
 
-import json
 import re
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from turnmill.errors import GenerationFailed
+from turnmill.generation.call_forms import Form, ParameterForm, ReadCall, Schemas, schemas_of
 
 # The strictest template wants nine letters and digits.
 ID_LENGTH = 9
-_ID = re.compile(r"[a-zA-Z0-9]{9}")
-# Keys that lead to a part of an object.
-Keys = tuple[str, ...]
-
-
-class ReadCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call as the model wrote it."""
-
-    name: str
-    # A JSON object.
-    arguments: str
-    # Of nine letters and digits; None where the model wrote no such.
-    id: str | None
-
-
-class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one call."""
-
-    # Keys of an object that lead to its parts; `name_path` None: the name stands by itself, the arguments behind it.
-    name_path: Keys | None
-    arguments_path: Keys = ()
-    id_path: Keys | None = None
-    # Between a name that stands by itself and the arguments.
-    middle: re.Pattern[str] = re.compile("")
 
 
 class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +39,12 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
     special_ids: frozenset[int]
     # What thoughts end with, in which nothing is called; None: the template knows no thoughts.
     thoughts_end: str | None
+    # Of the tools that may be called, where arguments are written without quotes.
+    schemas: Schemas = {}
+
+    def knowing(self, tools: list[dict[str, Any]] | None) -> "ToolSyntax":
+        """The syntax for a request with these tools."""
+        return structs.replace(self, schemas=schemas_of(tools)) if isinstance(self.form, ParameterForm) else self
 
     def read(self, text: str) -> tuple[str, list[ReadCall]]:
         """The text outside of calls, and the calls; all of the text where nothing in it can be read as a call."""
@@ -107,8 +89,7 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
             return self.before_name.rstrip()
         if self.before_arguments is None:
             raise GenerationFailed("invalid_request", "this model's tool calls can't be begun by their name")
-        spelled = json.dumps(name, ensure_ascii=False)[1:-1] if self.form.name_path is not None else name
-        return (self.before_name + spelled + self.before_arguments).rstrip()
+        return (self.before_name + self.form.spelled(name) + self.before_arguments).rstrip()
 
     def _thoughts(self, text: str) -> int:
         """Where they end."""
@@ -117,73 +98,15 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
 
     def _group(self, text: str, place: int) -> tuple[list[ReadCall], int] | None:
         """The calls from `place` on, and where what closes them ends."""
-        found = _call_at(self.form, text, place)
+        found = self.form.at(text, place, self.schemas)
         calls: list[ReadCall] = []
         while found is not None:
             call, place = found
             calls.append(call)
             between = self.separator.match(text, place) if self.separator is not None else None
-            found = _call_at(self.form, text, between.end()) if between is not None else None
+            found = self.form.at(text, between.end(), self.schemas) if between is not None else None
         end = self.closer.match(text, place) if calls else None
         return (calls, end.end()) if end is not None else None
-
-
-# ---------------------------------------------------------------- reading
-
-
-def _reject(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_reject)
-
-
-def object_at(text: str, place: int) -> tuple[dict[str, Any], int] | None:
-    """The JSON object that begins at `place`, and where it ends."""
-    if not text.startswith("{", place):
-        return None
-    try:
-        value, end = _decoder.raw_decode(text, place)
-    except (ValueError, RecursionError):
-        return None
-    return value, end
-
-
-def _call_at(form: Form, text: str, place: int) -> tuple[ReadCall, int] | None:
-    if form.name_path is None:
-        head = re.compile(rf"([^\s\[\]{{}}<>]+?){form.middle.pattern}").match(text, place)
-        found = object_at(text, head.end()) if head is not None else None
-        call = _read_call(head[1], found[0], None) if head is not None and found is not None else None
-    else:
-        found = object_at(text, place)
-        if found is None:
-            return None
-        parts = [_at(found[0], path) for path in (form.name_path, form.arguments_path, form.id_path or ())]
-        call = _read_call(*parts)
-    return (call, found[1]) if call is not None and found is not None else None
-
-
-def _at(value: Any, path: Keys) -> Any:
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _read_call(name: Any, arguments: Any, call_id: Any) -> ReadCall | None:
-    """None where it has no name, or no object of arguments, or holds what no text can."""
-    if isinstance(arguments, str):
-        found = object_at(arguments.strip(), 0)
-        arguments = found[0] if found is not None and found[1] == len(arguments.strip()) else None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + written).encode()
-    except (ValueError, RecursionError):
-        # A number that is none, or half of a surrogate pair.
-        return None
-    is_id = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
-    return ReadCall(name=name, arguments=written, id=call_id if is_id else None)
 
 
 def _said(outside: str) -> str:

@@ -227,12 +227,29 @@ NAME_OUTSIDE = (
     "{%- endfor %}{{- '<|/calls|>' }}{%- endif %}{{- eos_token }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}"
 )
-# No JSON in its calls.
+# Each argument by itself, as Qwen 3 Coder's and its successors do.
 XML = CHATML.replace(
     _CHATML_CALLS,
-    "{%- for call in m.tool_calls %}{{- '<function=' + call.function.name + '>' }}"
-    "{%- for key, value in call.function.arguments | items %}"
-    "{{- '<parameter=' + key + '>' + value | string + '</parameter>' }}{%- endfor %}{{- '</function>' }}{%- endfor %}",
+    """
+{%- for call in m.tool_calls %}
+{%- if (loop.first and text) or not loop.first %}{{- '\n' }}{%- endif %}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\n' }}
+{%- if value is mapping or (value is sequence and value is not string) %}{{- value | tojson }}
+{%- else %}{{- value | string }}{%- endif %}
+{{- '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+""",
+)
+# Calls as Python has them, which nothing here can read.
+PYTHONIC = CHATML.replace(
+    _CHATML_CALLS,
+    "{{- '[' }}{%- for call in m.tool_calls %}{{- call.function.name + '(' }}"
+    "{%- for key, value in call.function.arguments | items %}{{- key + '=' + value | tojson }}{%- endfor %}"
+    "{{- ')' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']' }}",
 )
 
 
@@ -344,6 +361,7 @@ FAMILIES = {
     "mistral": Family(template=MISTRAL, **_MISTRAL_TOKENS),
     "name-outside": Family(template=NAME_OUTSIDE, **_OTHER_TOKENS),
     "xml": Family(template=XML, **_CHATML_TOKENS),
+    "pythonic": Family(template=PYTHONIC, **_CHATML_TOKENS),
 }
 
 MakeRenderer = Callable[[str], Renderer]
