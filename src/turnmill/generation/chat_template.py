@@ -66,7 +66,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise GenerationFailed("invalid_request", f"the chat template refuses these messages: {error}") from error
         return text
 

@@ -22,6 +22,7 @@ from typing import Any
 from turnmill.errors import GenerationFailed
 from turnmill.generation.chat_template import ANSWERED, ASKED, QUESTION, REPLY, ChatTemplate, text_of
 from turnmill.generation.syntax_learning import (
+    TOOL,
     call_end,
     learn,
     renders_tools,
@@ -88,8 +89,7 @@ class Renderer:
 
     def said(self, message: dict[str, Any], tools: Tools | None = None) -> list[int]:
         """The tokens of a reply as it was said: its text, its calls as the template writes them, its end token."""
-        text, end_text = self._said(message, tools)
-        return self.template.encode_behind(text + end_text, self._before_reply)
+        return list(self._ids("said", [message], [TOOL] if tools else None, ""))
 
     def continuation(
         self, new_messages: Sequence[dict[str, Any]], *, ended: bool, tools: Tools | None = None, begun: str = ""
@@ -154,6 +154,9 @@ class Renderer:
         return ids
 
     def _encode(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
+        if kind == "said":
+            text, end_text = self._said(messages[0], tools)
+            return self.template.encode_behind(text + end_text, self._before_reply)
         if any(message.get("role") == TEXT_ROLE for message in messages):
             return self._encode_text(kind, messages, tools)
         if tools and not self.renders_tools:
@@ -182,7 +185,7 @@ class Renderer:
         return self.opening(messages, tools, begun)
 
     def _said(self, message: dict[str, Any], tools: Tools | None) -> tuple[str, str]:
-        """The text of a reply, cut, and what ends its turn."""
+        """The text of a reply, cut, and what ends its turn; of the tools only counts whether there are any."""
         content = self.template.cut(text_of(message))
         if not message.get("tool_calls"):
             return content, self.template.end_text

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from turnmill.generation.renderer import Renderer
+from turnmill.generation.texts import stop_place
 from turnmill.generation.tool_syntax import ID_LENGTH, ToolSyntax
 from turnmill.records import FinishReason
 
@@ -69,12 +70,6 @@ def read_text(syntax: ToolSyntax | None, text: str, *, call_id: str, finish_reas
     return ReadReply(
         content=content, tool_calls=shown, finish_reason=FinishReason.TOOL_CALLS if shown else finish_reason
     )
-
-
-def stop_place(text: str, stops: Sequence[str]) -> int | None:
-    """Where the text ends: in front of the stop string that is complete first, however the text came in parts."""
-    found = [(place + len(stop), place) for stop in stops if stop and (place := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
 
 
 def _derived_id(call_id: str, index: int, taken: set[str | None]) -> str:

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from turnmill.errors import GenerationFailed
 from turnmill.generation.call_forms import Form, ParameterForm, ReadCall, Schemas, schemas_of
+from turnmill.generation.texts import overlap
 
 # The strictest template wants nine letters and digits.
 ID_LENGTH = 9
@@ -116,8 +117,3 @@ def _said(outside: str) -> str:
 
 def _num_spaces(text: str) -> int:
     return len(text) - len(text.lstrip())
-
-
-def overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -17,8 +17,8 @@ from turnmill.generation.replies import reads_calls
 from turnmill.records import FinishReason
 from turnmill.serving.conversations import Conversations, Prompt
 from turnmill.serving.loop import EngineLoop
+from turnmill.serving.replies import ReplyStream
 from turnmill.serving.requests import Wish
-from turnmill.serving.text import ReplyStream
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,15 +3,11 @@
     tokens -> characters that no later token changes -> text in front of which no stop string can begin -> out
 
 A character may take several tokens, and a stop string may be cut anywhere, so both hold text back until it is certain.
-A reply that may call tools holds back what may be a call as well: calls are told when the reply is whole.
 """
 
 from collections.abc import Callable, Sequence
 
-from turnmill.generation.renderer import Renderer
-from turnmill.generation.replies import ReadReply, read_text, stop_place
-from turnmill.generation.tool_syntax import ToolSyntax, overlap
-from turnmill.records import FinishReason
+from turnmill.generation.texts import overlap, stop_place
 
 # What a tokenizer shows for bytes that are no character yet.
 _INCOMPLETE = "\ufffd"
@@ -60,45 +56,3 @@ class TextStream:
         num_held = 0 if is_end else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
-
-
-class ReplyStream:
-    """The reply of one call: text that can be sent while it grows, and at its end the tool calls in it."""
-
-    def __init__(
-        self,
-        renderer: Renderer,
-        syntax: ToolSyntax | None,
-        *,
-        call_id: str,
-        begun: str = "",
-        stops: Sequence[str] = (),
-    ) -> None:
-        """`syntax` None: no calls are read. `begun`: what the prompt made it begin with."""
-        self._text = TextStream(renderer.decode if syntax is None else renderer.decode_calls, stops)
-        self._syntax = syntax
-        self._call_id = call_id
-        self._parts = [begun]
-        self._num_sent = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._text.is_stopped
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """What can be sent now that these tokens were sampled."""
-        part = self._text.feed(ids)
-        self._parts.append(part)
-        if self._syntax is not None:
-            whole = "".join(self._parts)
-            self._parts = [whole]
-            part = whole[self._num_sent : self._syntax.num_certain(whole)]
-        self._num_sent += len(part)
-        return part
-
-    def end(self, finish_reason: FinishReason) -> tuple[str, ReadReply]:
-        """The rest of the text, and the whole reply."""
-        whole = "".join([*self._parts, self._text.end()])
-        reason = FinishReason.STOP if self.is_stopped else finish_reason
-        reply = read_text(self._syntax, whole, call_id=self._call_id, finish_reason=reason)
-        return reply.content[self._num_sent :], reply
