@@ -125,6 +125,7 @@ def _learn(template: ChatTemplate) -> ToolSyntax | None:
         before_arguments=parts.before_arguments,
         end_text=one.end_text,
         special_ids=frozenset(ids),
+        thoughts_begin=around[0].strip() if around is not None else "",
         thoughts_end=around[1].strip() if around is not None else None,
     )
 

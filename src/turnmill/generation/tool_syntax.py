@@ -38,7 +38,9 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
     end_text: str
     # Control tokens that calls are written with.
     special_ids: frozenset[int]
-    # What thoughts end with, in which nothing is called; None: the template knows no thoughts.
+    # What thoughts begin with ("": the prompt has begun them) and end with; nothing is called in them. None: there are
+    # none.
+    thoughts_begin: str
     thoughts_end: str | None
     # Of the tools that may be called, where arguments are written without quotes.
     schemas: Schemas = {}
@@ -93,9 +95,14 @@ class ToolSyntax(msgspec.Struct, frozen=True, kw_only=True):
         return (self.before_name + self.form.spelled(name) + self.before_arguments).rstrip()
 
     def _thoughts(self, text: str) -> int:
-        """Where they end."""
-        place = text.rfind(self.thoughts_end) if self.thoughts_end else -1
-        return place + len(self.thoughts_end or "") if place >= 0 else 0
+        """Where they end: at the end of the text where they do not."""
+        if self.thoughts_end is None or not text.lstrip().startswith(self.thoughts_begin):
+            return 0
+        place = text.find(self.thoughts_end)
+        if place < 0:
+            # Where the prompt begins them it may have ended them as well.
+            return len(text) if self.thoughts_begin else 0
+        return place + len(self.thoughts_end)
 
     def _group(self, text: str, place: int) -> tuple[list[ReadCall], int] | None:
         """The calls from `place` on, and where what closes them ends."""

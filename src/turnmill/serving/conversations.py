@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from turnmill.conversation.branches import extend_hash, prefix_hashes
+from turnmill.conversation.branches import conversation_start, extend_hash, prefix_hashes
 from turnmill.errors import GenerationFailed
 from turnmill.generation.renderer import Renderer
-from turnmill.records import encode
 
 # Tokens of all conversations that are remembered; the one that was used longest ago is forgotten first.
 MAX_REMEMBERED = 1_000_000
@@ -67,8 +66,7 @@ class Conversations:
         Raises `GenerationFailed` for messages that the chat template refuses, and for tools that it does not render.
         """
         begun = self.renderer.begun(tool_choice, tools)
-        # With other tools it is another conversation.
-        hashes = prefix_hashes(messages, encode(tools) if tools else b"")
+        hashes = prefix_hashes(messages, conversation_start(tools))
         for index in range(len(messages) - 2, -1, -1):
             known = self._known.get(hashes[index]) if messages[index]["role"] == "assistant" else None
             if known is not None:

@@ -96,6 +96,8 @@ def test_calls_that_the_template_writes_are_read_from_their_tokens(
             f"<think>\nI could {HERMES}.\n</think>\n\n",
             ["f"],
         ),
+        ("qwen3", HERMES.replace("1", '"</think>"'), "", ["f"]),
+        ("qwen3-thinking", f"I could {HERMES}.\n</think>\n\n{HERMES}", f"I could {HERMES}.\n</think>\n\n", ["f"]),
         ("llama3", f"\n{LLAMA}\n", "", ["f"]),
         ("llama3-parallel", f"{LLAMA};{LLAMA} ; {LLAMA}", "", ["f", "f", "f"]),
         ("mistral", MISTRAL, "", ["f"]),
@@ -179,6 +181,8 @@ def test_arguments_without_quotes_are_what_the_tool_wants(renderers: Callable[[s
         ("chatml", HERMES.replace('"a"', '"\\ud800"')),
         ("chatml", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
         ("chatml", "{" * 5000),
+        # It never ended thinking.
+        ("qwen3", f"<think>\nI could {HERMES}"),
         ("llama3", f"I call {LLAMA}"),
         ("llama3", f"{LLAMA} is the call"),
         ("llama3", f"{LLAMA}; {LLAMA}"),
