@@ -11,6 +11,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.unit.generation.families import FAMILIES
 
 _WIDTH = 48
+
+
+def save_random(folder: Path, name: str) -> None:
+    """A model of this family with random weights, drawn wide so that its tokens are far from uniform."""
+    tokenizer = FAMILIES[name].save(folder)
+    torch.manual_seed(3)
+    LlamaForCausalLM(_config(tokenizer, initializer_range=0.15)).save_pretrained(folder)
+
+
+def _config(tokenizer: Any, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **changes,
+    )
+
+
 # What models say, a token each and each once, and what the prompts end with that they say it after.
 SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "chatml": (
@@ -41,17 +64,7 @@ def save_scripted(folder: Path, name: str) -> Any:
     tokenizer.chat_template = family.template
     begins = [tokenizer.encode(start, add_special_tokens=False)[-1] for start in starts]
     said = [*tokenizer.convert_tokens_to_ids(list(chunks)), tokenizer.eos_token_id]
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=_WIDTH,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(_config(tokenizer))
     with torch.no_grad():
         for weight in (model.model.layers[0].self_attn.o_proj.weight, model.model.layers[0].mlp.down_proj.weight):
             weight.zero_()
