@@ -3,7 +3,6 @@
 A key that would change nothing is refused by name, as everywhere: silence would let a client believe that it works.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ import msgspec
 
 from turnmill.conversation.bodies import finite, parse_object
 from turnmill.conversation.messages import Heard
+from turnmill.conversation.tools import NO_TOOLS, parse_tool_choice, parse_tools
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling
 
 MAX_CHOICES = 32
 MAX_STOPS = 16
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # OpenAI's default for completions.
 _COMPLETION_TOKENS = 16
 # Without effect on what is sampled.
@@ -82,13 +81,13 @@ def parse_wish(body: bytes, *, is_chat: bool, temperature: float) -> Wish:
     has_logprobs = bool(reader.take("logprobs", bool, "true or false"))
     if has_logprobs and (is_streamed or not is_chat):
         raise _unsupported("logprobs", True, "they come with chat completions that are not streamed; leave it out")
-    tools = _tools(reader) if is_chat else None
+    offered = parse_tools(msgspec.json.encode(reader.take("tools", list, "a list of tools"))) if is_chat else NO_TOOLS
     wish = Wish(
         model=model,
         messages=_messages(raw) if is_chat else None,
         text=None if is_chat else _prompt(raw),
-        tools=tools,
-        tool_choice=_tool_choice(reader, tools) if is_chat else "auto",
+        tools=offered.tools,
+        tool_choice=parse_tool_choice(reader.take("tool_choice", object, "a choice"), offered) if is_chat else "auto",
         sampling=Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k or 0), stop=_stops(reader)),
         max_tokens=max_tokens if is_chat else max_tokens or _COMPLETION_TOKENS,
         num_choices=reader.whole("n", least=1, most=MAX_CHOICES) or 1,
@@ -160,31 +159,6 @@ def _prompt(raw: dict[str, Any]) -> str:
     if not isinstance(prompt, str):
         raise InvalidRequest("prompt must be one text; ask once for each", param="prompt")
     return prompt
-
-
-def _tools(reader: _Reader) -> list[dict[str, Any]] | None:
-    tools: list[Any] = reader.take("tools", list, "a list of tools") or []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            where = f"tools[{index}]"
-            raise InvalidRequest(
-                f"{where} must be an object with type function and function.name of 1 to 64 letters, digits, _ and -",
-                param=where,
-            )
-    return tools or None
-
-
-def _tool_choice(reader: _Reader, tools: list[dict[str, Any]] | None) -> str:
-    value = reader.take("tool_choice", object, "a choice")
-    if value is None or value in ("auto", "none") or (value == "required" and tools):
-        return value or "auto"
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in [tool["function"]["name"] for tool in tools or ()]:
-        raise InvalidRequest("tool_choice must be auto, none, required, or name one of the tools", param="tool_choice")
-    return f"function:{name}"
 
 
 def _stops(reader: _Reader) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def test_tools_and_the_choice_of_them_are_taken() -> None:
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [TOOL, {"type": "retrieval"}]}, "tools[1]"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": [TOOL]}, "tool_choice"),
