@@ -215,7 +215,7 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled_as_in_trainin
     sampled = [*renderer.plain("c"), *renderer.plain("rane"), max(renderer.end_ids)]
     assert renderer.plain("crane") != sampled[:-1]
     reply = renderer.decode(sampled)
-    conversations.remember(opening, "call-1", sampled, reply)
+    conversations.remember(opening, "call-1", sampled, {"role": "assistant", "content": reply})
     said = [*QUESTION, {"role": "assistant", "content": f" {reply}\n"}, FEEDBACK]
     prompt = conversations.prompt(said)
     assert prompt.prefix_key == "call-1" and prompt.context_ids == [*opening.new_ids, *sampled]
@@ -223,7 +223,7 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled_as_in_trainin
     other = conversations.prompt([*QUESTION, {"role": "assistant", "content": "other"}, FEEDBACK])
     assert other.prefix_key is None
     for number in range(20):
-        conversations.remember(opening, f"call-{number}", sampled, f"{number}")
+        conversations.remember(opening, f"call-{number}", sampled, {"role": "assistant", "content": f"{number}"})
     assert conversations.prompt(said).prefix_key is None, "forgotten, and rendered anew"
 
 

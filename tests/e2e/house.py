@@ -159,7 +159,12 @@ class House:
 
 @asynccontextmanager
 async def open_house(
-    folder: Path, config: Config = CONFIG, *, environment: Environment | None = None, has_worker: bool = True
+    folder: Path,
+    config: Config = CONFIG,
+    *,
+    environment: Environment | None = None,
+    has_worker: bool = True,
+    model: Path = MODEL,
 ) -> AsyncIterator[House]:
     """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order.
 
@@ -177,7 +182,7 @@ async def open_house(
         worker_token_hash=hashlib.sha256(TOKEN.encode()).hexdigest(),
     )
     sessions = Sessions(ports, run=run, config=config)
-    engine = TransformersEngine(MODEL, num_slots=config.generation_slots, max_length=config.max_length)
+    engine = TransformersEngine(model, num_slots=config.generation_slots, max_length=config.max_length)
     stop = asyncio.Event()
     try:
         async with sessions, serve(create_app(sessions)) as port:
@@ -191,7 +196,7 @@ async def open_house(
                         index=0,
                         config=config,
                         engine=engine,
-                        renderer=Renderer(MODEL),
+                        renderer=Renderer(model),
                         stop=stop,
                     )
                 ),

@@ -6,9 +6,10 @@ import msgspec
 
 from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineResult
+from turnmill.generation.replies import ReadReply
 from turnmill.generation.stored import parent_key
 from turnmill.ports import Leased
-from turnmill.records import Call, FinishReason, GenerateRequest, GenerateResponse, Version, call_key, decode
+from turnmill.records import Call, GenerateRequest, GenerateResponse, Version, call_key, decode
 
 
 class Parent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -38,8 +39,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     received: Received
     # None without a parent.
     parent: Parent | None
-    # Tokens of the new messages, as rendered.
+    # Tokens of the new messages, as rendered, and of what the reply begins with.
     new_ids: list[int]
+    # Text of the latter; "" where the reply is free.
+    begun: str
     # Weights that serve it.
     version: Version
 
@@ -71,15 +74,9 @@ def parent_of(call: Call, end_ids: frozenset[int]) -> Parent:
     return Parent(key=call.key, digest=call.digest, has_ended=call.num_sampled > 0 and call.token_ids[-1] in end_ids)
 
 
-def sampled_of(job: Job, result: EngineResult, text: str, end_ids: frozenset[int]) -> Sampled:
-    """The record of a call that was sampled; `text` is the decoded reply."""
+def sampled_of(job: Job, result: EngineResult, reply: ReadReply, end_ids: frozenset[int]) -> Sampled:
+    """The record of a call that was sampled; `reply` is what its tokens say."""
     request = job.received.request
-    finish_reason = result.finish_reason
-    for stop in request.sampling.stop:
-        # Stop strings cut the text alone: the tokens are what was sampled.
-        head, found, _ = text.partition(stop) if stop else (text, "", "")
-        if found:
-            text, finish_reason = head, FinishReason.STOP
     trainable = int(request.sampling.is_trainable)
     call = Call(
         run_id=request.run_id,
@@ -89,24 +86,27 @@ def sampled_of(job: Job, result: EngineResult, text: str, end_ids: frozenset[int
         attempt=request.attempt,
         parent=request.parent,
         parent_digest=job.parent.digest if job.parent else "",
-        choice=0,
+        choice=request.choice,
         request_digest=request.request_digest,
         sampling=request.sampling,
         messages=request.messages,
-        reply={"role": "assistant", "content": text},
+        reply=reply.message,
         token_ids=[*job.new_ids, *result.token_ids],
         loss_mask=[0] * len(job.new_ids) + [trainable] * len(result.token_ids),
         logprobs=result.logprobs,
         version=str(job.version),
-        finish_reason=finish_reason,
+        finish_reason=reply.finish_reason,
         created_at=time.time(),
+        num_choices=request.num_choices,
+        tools=None if request.parent else request.tools,
+        tool_choice=request.tool_choice,
     )
     digest, value = call.seal()
     has_ended = bool(result.token_ids) and result.token_ids[-1] in end_ids
     return Sampled(
         digest=digest,
         value=value,
-        finish_reason=str(finish_reason),
+        finish_reason=str(reply.finish_reason),
         has_ended=has_ended,
         num_sampled=len(result.token_ids),
     )

@@ -1,35 +1,41 @@
 """Messages as tokens, by the model's own chat template; what was sampled is never tokenized again.
 
-    opening: the whole conversation + generation prompt          (starts a conversation)
+    opening: the conversation up to the reply                    (starts a conversation)
     continuation: what follows a sampled reply in the template   (the end-of-turn token if the reply was cut before it,
                   whatever the template puts behind it, the new messages, the generation prompt)
 
 The continuation is found without knowing the template: a stand-in conversation is rendered with the new messages, and
-everything behind its reply's end-of-turn token is what the stored tokens lack.
+everything behind its reply's end-of-turn token is what the stored tokens lack. Where tool messages come first, the
+stand-in reply calls as many tools, and all of the new messages are rendered in one go: templates group and check them.
 
-Only the template makes control tokens: where the text of a message spells one, it is cut in two before it is tokenized.
+An opening that holds replies is rendered turn by turn in the same way, each reply as it was said: so a conversation
+that is begun in its midst, by a fork or in another process, has the tokens that it has where it was sampled.
+
+A reply that must call a tool begins with what opens a call, which is a part of the prompt.
 """
 
-import json
-import re
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
+from turnmill.errors import GenerationFailed
+from turnmill.generation.chat_template import ANSWERED, ASKED, QUESTION, REPLY, ChatTemplate, text_of
+from turnmill.generation.syntax_learning import (
+    TOOL,
+    call_end,
+    learn,
+    renders_tools,
+    reply_start,
+    stand_in_call,
+    thoughts,
+)
+from turnmill.records import TEXT_ROLE, encode
 
-from turnmill.errors import GenerationFailed, InvalidInput
-from turnmill.records import encode
-
-# Texts that no template treats specially and no message contains.
-_QUESTION = "turnmill-stand-in-question"
-_REPLY = "turnmill-stand-in-reply"
-_STAND_IN = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-# Where a text is cut for the tokenizer; Unicode says that this is no character and will never be one.
-_CUT = "\ufdd0"
 # Rendered texts that are remembered, and tokens of all of them; environments repeat prompts and observations.
 _MOST_REMEMBERED, _MOST_REMEMBERED_TOKENS = 4096, 2_000_000
+
+Tools = list[dict[str, Any]]
 
 
 class Renderer:
@@ -37,71 +43,181 @@ class Renderer:
 
     def __init__(self, folder: Path) -> None:
         """Raises `InvalidInput` for a folder without a usable tokenizer or chat template."""
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise InvalidInput(f"the tokenizer in {folder} can't be loaded: {error}") from error
-        if not self._tokenizer.chat_template:
-            raise InvalidInput(f"the tokenizer in {folder} has no chat template")
-        self._remembered: dict[tuple[str, bytes], list[int]] = {}
+        self.template = ChatTemplate(folder)
+        self._remembered: dict[tuple[str, str, bytes], list[int]] = {}
         self.num_remembered_tokens = 0
-        specials = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        # One that is a single character can't be cut.
-        self._specials = {text for text in specials | set(self._tokenizer.all_special_tokens) if len(text) > 1}
-        # Before the last character of a special token's text.
-        self._cuts = re.compile("|".join(f"(?<={re.escape(t[:-1])})(?={re.escape(t[-1])})" for t in self._specials))
-        try:
-            plain = self._render(_STAND_IN, None, generation_prompt=False)
-        except GenerationFailed as error:
-            raise InvalidInput(f"the chat template in {folder} can't render a plain conversation: {error}") from error
-        self._before_reply, self._end_text, self._separator = self._split(plain, folder)
-        self._end_id = self._only_id(self._end_text, folder)
-        self.end_ids: frozenset[int] = frozenset({self._end_id, *self._declared_ends(folder)})
+        # How the model writes tool calls; None: not found in its template.
+        self.syntax = learn(self.template)
+        # Its prompts tell which tools there are.
+        self.renders_tools = renders_tools(self.template)
+        # What stands around a reply's thoughts; None: the template knows none.
+        self.thoughts = thoughts(self.template)
+        ends = {self.syntax.end_text} if self.syntax is not None else set()
+        self.end_ids: frozenset[int] = self.template.end_ids | {
+            token for text in ends for token in self.template.encode(text)[:1]
+        }
+        self.end_texts = {self.template.end_text, *ends}
+        self._question = self._rendered_question()
+        self._before_reply = self._end_of_prompt()
 
-    def opening(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """The tokens of a conversation's first prompt; raises `GenerationFailed` (invalid_request)."""
-        return list(self._ids("opening", messages, tools))
+    def opening(self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = "") -> list[int]:
+        """The tokens of a conversation's first prompt, and of what its reply begins with.
+
+        Raises `GenerationFailed` (invalid_request).
+        """
+        return list(self._ids("opening", messages, tools, begun))
+
+    def one_go(self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = "") -> list[int]:
+        """The tokens that the template makes of all messages at once, earlier replies rendered anew."""
+        return self.template.encode(self.template.render(messages, tools, generation_prompt=True) + begun)
+
+    def turn_by_turn(
+        self, messages: Sequence[dict[str, Any]], tools: Tools | None = None, begun: str = ""
+    ) -> list[int]:
+        """The tokens of a conversation whose replies were sampled; the last message is to be answered.
+
+        Raises `GenerationFailed` where the template does not render one of the turns by itself.
+        """
+        ids: list[int] = []
+        start = 0
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                ids += self._turn(ids, messages[start:index], tools, "")
+                ids += self.said(message, tools)
+                start = index + 1
+        return ids + self._turn(ids, messages[start:], tools, begun)
+
+    def said(self, message: dict[str, Any], tools: Tools | None = None) -> list[int]:
+        """The tokens of a reply as it was said: its text, its calls as the template writes them, its end token."""
+        return list(self._ids("said", [message], [TOOL] if tools else None, ""))
 
     def continuation(
-        self, new_messages: Sequence[dict[str, Any]], *, ended: bool, tools: list[dict[str, Any]] | None = None
+        self, new_messages: Sequence[dict[str, Any]], *, ended: bool, tools: Tools | None = None, begun: str = ""
     ) -> list[int]:
         """The tokens between a sampled reply and the next one; `ended` says that the reply has its end token.
 
         Raises `GenerationFailed` (invalid_request) where the template renders what is stored differently when these
         messages follow, so that no exact continuation exists.
         """
-        ids = self._ids("continuation", new_messages, tools)
+        if ended and _is_text(new_messages):
+            raise GenerationFailed("invalid_request", "the text ended with its end token: nothing can follow")
+        ids = self._ids("continuation", new_messages, tools, begun)
         return list(ids[1:] if ended else ids)
+
+    def begun(self, tool_choice: str, tools: Tools | None) -> str:
+        """What the reply to a request with this tool choice begins with; "" where it is free.
+
+        Raises `GenerationFailed` (invalid_request) where the choice can't be kept.
+        """
+        if tool_choice in ("auto", "none"):
+            return ""
+        if not tools:
+            raise GenerationFailed("invalid_request", f"tool_choice {tool_choice} needs tools")
+        if self.syntax is None:
+            raise GenerationFailed(
+                "invalid_request",
+                f"tool_choice {tool_choice} is not possible: how this model writes tool calls was not found in its "
+                "chat template",
+            )
+        name = tool_choice.removeprefix("function:") if tool_choice != "required" else None
+        functions = [tool.get("function") for tool in tools]
+        if name is not None and name not in [item.get("name") for item in functions if isinstance(item, dict)]:
+            raise GenerationFailed("invalid_request", f"tool_choice names {name!r}, which is none of the tools")
+        return self.syntax.opening(name)
 
     def plain(self, text: str) -> list[int]:
         """The tokens of a text that is no conversation; control tokens that it spells are control tokens."""
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self.template.tokenizer.encode(text)
         return ids
 
     def token_of(self, token_id: int) -> str:
         """One token by itself, as it is printed."""
-        text: str = self._tokenizer.decode([token_id])
+        text: str = self.template.tokenizer.decode([token_id])
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens without special ones."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self.template.decode(ids)
 
-    def _ids(self, kind: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        key = (kind, encode([messages, tools]))
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        """Text of sampled tokens with the special ones that tool calls are written with, and no others."""
+        return self.template.decode(ids, self.syntax.special_ids if self.syntax is not None else frozenset())
+
+    # ------------------------------------------------------------ rendering
+
+    def _ids(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
+        key = (kind, begun, encode([messages, tools]))
         ids = self._remembered.get(key)
         if ids is None:
-            if kind == "opening":
-                ids = self._encode(self._render(messages, tools, generation_prompt=True))
-            else:
-                ids = self._encode(self._after_reply(messages, tools))
-                if ids[0] != self._end_id:
-                    raise GenerationFailed("invalid_request", "the end-of-turn token merges with what follows it")
+            ids = self._encode(kind, messages, tools, begun)
             self._remember(key, ids)
         return ids
 
-    def _remember(self, key: tuple[str, bytes], ids: list[int]) -> None:
+    def _encode(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
+        if kind == "said":
+            text, end_text = self._said(messages[0], tools)
+            return self.template.encode_behind(text + end_text, self._before_reply)
+        if any(message.get("role") == TEXT_ROLE for message in messages):
+            return self._encode_text(kind, messages, tools)
+        if tools and not self.renders_tools:
+            raise GenerationFailed("invalid_request", "this model's chat template does not tell the model of tools")
+        if kind == "opening":
+            return self._encode_opening(messages, tools, begun)
+        ids = self.template.encode(self._after_reply(messages, tools) + begun)
+        if ids[0] not in self.end_ids:
+            raise GenerationFailed("invalid_request", "the end-of-turn token merges with what follows it")
+        return ids
+
+    def _encode_opening(self, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
+        if any(message.get("role") == "assistant" for message in messages):
+            try:
+                return self.turn_by_turn(messages, tools, begun)
+            except GenerationFailed:
+                # Its turns are none by themselves (a reply comes first, for instance): the template may know better.
+                return self.one_go(messages, tools, begun)
+        return self.one_go(messages, tools, begun)
+
+    def _turn(
+        self, before: list[int], messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str
+    ) -> list[int]:
+        if before:
+            return self.continuation(messages, ended=True, tools=tools, begun=begun)
+        return self.opening(messages, tools, begun)
+
+    def _said(self, message: dict[str, Any], tools: Tools | None) -> tuple[str, str]:
+        """The text of a reply, cut, and what ends its turn; of the tools only counts whether there are any."""
+        content = self.template.cut(text_of(message))
+        if not message.get("tool_calls"):
+            return content, self.template.end_text
+        if self.syntax is None:
+            return self._reply(message, tools), self.template.end_text
+        calls = self._reply({**message, "content": ""}, tools)
+        thoughts_end = self.syntax.thoughts_end
+        if not self.syntax.mark and not (thoughts_end and content.rstrip().endswith(thoughts_end)):
+            # Calls are all that such a reply says.
+            return calls, self.syntax.end_text
+        if content and not content[-1].isspace():
+            _, _, behind = self._reply({**message, "content": REPLY}, tools).partition(REPLY)
+            content += behind[: max(0, behind.find(calls))]
+        return content + calls, self.syntax.end_text
+
+    def _reply(self, message: dict[str, Any], tools: Tools | None) -> str:
+        """The text of a reply that calls as the template renders it, without what ends it."""
+        text = self.template.render([ASKED, message], tools, generation_prompt=False)
+        start = reply_start(self.template, text, tools)
+        end = max(text.rfind(end_text) for end_text in self.end_texts)
+        if end < start:
+            raise GenerationFailed("invalid_request", "the chat template does not end a reply that calls tools")
+        return text[start:end]
+
+    def _encode_text(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[int]:
+        """A plain text: it begins as the tokenizer begins texts, and goes on with nothing in between."""
+        if not _is_text(messages) or tools:
+            raise GenerationFailed("invalid_request", "a plain text is one message by itself, without tools")
+        text = messages[0]["content"]
+        return self.plain(text) if kind == "opening" else self.template.encode_behind(text)
+
+    def _remember(self, key: tuple[str, str, bytes], ids: list[int]) -> None:
         """The oldest ones make room; one that takes all of it is not worth that."""
         if len(ids) > _MOST_REMEMBERED_TOKENS // 2:
             return
@@ -110,17 +226,22 @@ class Renderer:
         while len(self._remembered) > _MOST_REMEMBERED or self.num_remembered_tokens > _MOST_REMEMBERED_TOKENS:
             self.num_remembered_tokens -= len(self._remembered.pop(next(iter(self._remembered))))
 
-    def _after_reply(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _after_reply(self, messages: Sequence[dict[str, Any]], tools: Tools | None) -> str:
         """End-of-turn text of the stand-in reply and everything behind it.
 
         The end token stays in front while the text is tokenized, because what a tokenizer does at the start of a text
         (a space put in front, say) it does not do behind a special token.
         """
-        text = self._render([*_STAND_IN, *messages], tools, generation_prompt=True)
-        before, found, behind = text.partition(_REPLY)
-        behind = behind.lstrip(" ") if not behind.startswith(self._end_text) else behind
-        stable = found and behind.startswith(self._end_text + self._separator)
-        if not stable or (not tools and not before.startswith(self._before_reply)):
+        for calls in _stand_in_calls(messages):
+            behind = self._after_calls(calls, messages, tools)
+            if behind is not None:
+                return behind
+        text = self.template.render([*ANSWERED, *messages], tools, generation_prompt=True)
+        before, found, behind = text.partition(REPLY)
+        end_text = self.template.end_text
+        behind = behind.lstrip(" ") if not behind.startswith(end_text) else behind
+        is_stable = found and behind.startswith(end_text + self.template.separator)
+        if not is_stable or (not tools and not self._begins_as_ever(before)):
             raise GenerationFailed(
                 "invalid_request",
                 "the chat template changes earlier turns when messages follow "
@@ -128,77 +249,48 @@ class Renderer:
             )
         return behind
 
-    def _split(self, plain: str, folder: Path) -> tuple[str, str, str]:
-        """(text up to the end of the question, end-of-turn text, text behind it) of the rendered stand-in."""
-        before, found, behind = plain.partition(_REPLY)
-        question_end = before.find(_QUESTION)
-        if not found or question_end < 0:
-            raise InvalidInput(f"the chat template in {folder} does not render the text of messages")
-        places = sorted((behind.find(token), -len(token), token) for token in self._specials if token in behind)
-        if not places:
-            raise InvalidInput(f"the chat template in {folder} ends an assistant's turn without a special token")
-        place, _, end_text = places[0]
-        if behind[:place].strip(" "):
-            raise InvalidInput(f"the chat template in {folder} puts text between a reply and its end token")
-        return before[: question_end + len(_QUESTION)], end_text, behind[place + len(end_text) :]
+    def _begins_as_ever(self, before: str) -> bool:
+        """The text in front of a reply is what it is without the messages behind it, up to the end of the question."""
+        if not before.startswith(self._question):
+            # It may hold the date.
+            self._question = self._rendered_question()
+        return before.startswith(self._question)
 
-    def _only_id(self, text: str, folder: Path) -> int:
-        ids = self._encode(text)
-        if len(ids) != 1:
-            raise InvalidInput(f"the end-of-turn text {text!r} in {folder} is not one token")
-        return ids[0]
-
-    def _declared_ends(self, folder: Path) -> set[int]:
-        """End tokens that the tokenizer and generation_config.json name."""
-        path = folder / "generation_config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        named = config.get("eos_token_id")
-        ids = named if isinstance(named, list) else [named]
-        return {token for token in [self._tokenizer.eos_token_id, *ids] if token is not None}
-
-    def _render(
-        self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, *, generation_prompt: bool
-    ) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [self._cut(_plain(message)) for message in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise GenerationFailed("invalid_request", f"the chat template refuses these messages: {error}") from error
+    def _end_of_prompt(self) -> str:
+        """What stands between the last control token of a prompt and the reply: white space, in most templates."""
+        _, _, text = self.template.render([ASKED], generation_prompt=True).partition(QUESTION)
+        while (special := self.template.first_special(text)) is not None:
+            text = text[special[0] + len(special[1]) :]
         return text
 
-    def _cut(self, value: Any) -> Any:
-        """`value` with each text in it cut inside of what would become a special token."""
-        if isinstance(value, dict):
-            return {key: self._cut(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._cut(item) for item in value]
-        if not isinstance(value, str) or not self._specials:
-            return value
-        if _CUT in value:
-            raise GenerationFailed("invalid_request", "a message holds U+FDD0, which is no character")
-        return self._cuts.sub(_CUT, value)
+    def _rendered_question(self) -> str:
+        plain = self.template.render(ANSWERED, generation_prompt=False)
+        return plain[: plain.find(QUESTION) + len(QUESTION)]
 
-    def _encode(self, text: str) -> list[int]:
-        # The template has written every special token, a leading one included.
-        first, *others = text.split(_CUT)
-        ids: list[int] = self._tokenizer.encode(first, add_special_tokens=False)
-        for part in others:
-            # Behind a special token, for the reason that `_after_reply` gives.
-            ids += self._tokenizer.encode(self._end_text + part, add_special_tokens=False)[1:]
-        return ids
+    def _after_calls(self, calls: Tools, messages: Sequence[dict[str, Any]], tools: Tools | None) -> str | None:
+        """As `_after_reply`, behind a stand-in reply that calls; None where the template does not render it so."""
+        reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            text = self.template.render([ASKED, reply, *messages], tools, generation_prompt=True)
+        except GenerationFailed:
+            return None
+        place = call_end(text, len(calls) - 1)
+        ends = [end for token in self.end_texts if place >= 0 and (end := text.find(token, place)) >= 0]
+        return text[min(ends) :] if ends else None
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text parts joined: most templates know text as a string only, and print anything else."""
-    content = message.get("content")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(message.get("role"), str) or not (content is None or isinstance(content, str)):
-        raise GenerationFailed("invalid_request", "a message needs a role and a text or a list of text parts")
-    return {**message, "content": content}
+def _is_text(messages: Sequence[dict[str, Any]]) -> bool:
+    return len(messages) == 1 and messages[0].get("role") == TEXT_ROLE and isinstance(messages[0].get("content"), str)
+
+
+def _stand_in_calls(messages: Sequence[dict[str, Any]]) -> Iterator[Tools]:
+    """Calls that the tool messages in front may answer: one for each, or one for all where a template knows only one.
+
+    Nothing where no tool messages come first.
+    """
+    answers = list(itertools.takewhile(lambda message: message.get("role") == "tool", messages))
+    calls = [stand_in_call(index, answer.get("tool_call_id")) for index, answer in enumerate(answers)]
+    if calls:
+        yield calls
+    if len(calls) > 1:
+        yield calls[:1]

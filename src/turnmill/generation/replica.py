@@ -39,6 +39,8 @@ from turnmill.generation.answers import (
 from turnmill.generation.engine import Engine, EngineCall, EngineResult
 from turnmill.generation.recorder import Ended, Recorder
 from turnmill.generation.renderer import Renderer
+from turnmill.generation.replies import read_reply, reads_calls
+from turnmill.generation.stability import warn_of_differences
 from turnmill.generation.stored import read_calls, read_paths
 from turnmill.ports import Leased, RunPorts, Write
 from turnmill.records import Call, ReplicaStatus, encode, replica_key
@@ -70,6 +72,7 @@ async def run_replica(
     Raises `RecordCorrupt` when a stored call does not match its digest, and whatever a port raises: the process ends,
     its leases run out and others answer.
     """
+    await asyncio.to_thread(warn_of_differences, renderer)
     replica = _Replica(ports, run_id, name, index, config, engine, renderer, stop)
     await replica.write_status()
     serving = asyncio.create_task(replica.generate(), name=f"{name}-generate")
@@ -253,18 +256,21 @@ class _Replica:
         """Render the new messages; None when the request was refused."""
         request = item.request
         try:
+            begun = self._renderer.begun(request.tool_choice, request.tools)
             if item.parent_key is None:
-                new_ids = self._renderer.opening(request.messages, request.tools)
+                new_ids = self._renderer.opening(request.messages, request.tools, begun)
             elif parent is None:
                 raise GenerationFailed(
                     "unknown_parent", f"the call {request.parent} that this one continues is unknown"
                 )
             else:
-                new_ids = self._renderer.continuation(request.messages, ended=parent.has_ended, tools=request.tools)
+                new_ids = self._renderer.continuation(
+                    request.messages, ended=parent.has_ended, tools=request.tools, begun=begun
+                )
         except GenerationFailed as error:
             self.recorder.put(Ended(received=item, response=refusal_of(request, error)))
             return None
-        return Job(received=item, parent=parent, new_ids=new_ids, version=self._engine.version)
+        return Job(received=item, parent=parent, new_ids=new_ids, begun=begun, version=self._engine.version)
 
     def _submit(self, job: Job, path: list[int] | None = None) -> bool:
         """Give the job to the engine or refuse it; False when its stored path has to be read first."""
@@ -276,6 +282,7 @@ class _Replica:
         request, key = job.received.request, job.received.key
         limit = min(request.max_length or self._config.max_length, self._engine.max_length)
         room = min(request.sampling.max_new_tokens, limit - num_prompt)
+        seed = [] if request.sampling.seed is None else [f"seed {request.sampling.seed}"]
         try:
             if room < 1:
                 raise GenerationFailed(
@@ -284,7 +291,7 @@ class _Replica:
             self._engine.submit(
                 EngineCall(
                     call_id=key,
-                    seed_parts=(str(self._config.seed), str(request.purpose), request.step_id),
+                    seed_parts=(str(self._config.seed), str(request.purpose), request.step_id, *seed),
                     prefix_key=prefix_key,
                     new_ids=job.new_ids,
                     context_ids=path,
@@ -307,8 +314,17 @@ class _Replica:
             response = refusal_of(received.request, GenerationFailed("generation_failed", result.error))
             self.recorder.put(Ended(received=received, response=response))
             return
-        text = self._renderer.decode(result.token_ids)
-        sampled = sampled_of(job, result, text, self._renderer.end_ids)
+        request = received.request
+        reply = read_reply(
+            self._renderer,
+            reads_calls(self._renderer, request.tools, request.tool_choice),
+            result.token_ids,
+            call_id=request.step_id,
+            begun=job.begun,
+            stops=request.sampling.stop,
+            finish_reason=result.finish_reason,
+        )
+        sampled = sampled_of(job, result, reply, self._renderer.end_ids)
         self.recorder.put(Ended(received=received, sampled=sampled))
 
     async def _abandon(self, receipt: str) -> None:

@@ -1,22 +1,24 @@
 """One request to its choices: tokens from the engine's loop, text, and what a client is told of them.
 
-Wish -> Prompt -> one EngineCall a choice -> TextStream -> Piece ... -> Choice
+Wish -> Prompt -> one EngineCall a choice -> ReplyStream -> Piece ... -> Choice
 """
 
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
 from turnmill.errors import GenerationFailed
 from turnmill.generation.engine import EngineCall
+from turnmill.generation.replies import reads_calls
 from turnmill.records import FinishReason
 from turnmill.serving.conversations import Conversations, Prompt
 from turnmill.serving.loop import EngineLoop
+from turnmill.serving.replies import ReplyStream
 from turnmill.serving.requests import Wish
-from turnmill.serving.text import TextStream
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +26,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
+    # OpenAI's form.
+    tool_calls: list[dict[str, Any]]
     finish_reason: str
     # T ids, and their log-probs.
     token_ids: list[int]
@@ -70,7 +74,7 @@ class Answerer:
 
     def _rendered(self, wish: Wish) -> Prompt:
         if wish.messages is not None:
-            return self._conversations.prompt(wish.messages)
+            return self._conversations.prompt(wish.messages, wish.tools, wish.tool_choice)
         return self._conversations.text(wish.text or "")
 
     async def pieces(self, wish: Wish, prompt: Prompt) -> AsyncGenerator[Piece, None]:
@@ -109,33 +113,36 @@ class Answerer:
 
     async def _choice(self, wish: Wish, prompt: Prompt, index: int, seed: str) -> AsyncGenerator[Piece, None]:
         call = self._call(wish, prompt, index, seed)
-        text = TextStream(self._conversations.renderer.decode, wish.sampling.stop)
-        parts: list[str] = []
+        renderer = self._conversations.renderer
+        stream = ReplyStream(
+            renderer,
+            reads_calls(renderer, wish.tools, wish.tool_choice),
+            call_id=call.call_id,
+            begun=prompt.begun,
+            stops=wish.sampling.stop,
+        )
         ids: list[int] = []
+        part, result = "", None
         async with aclosing(self._loop.generate(call)) as progresses:
             async for progress in progresses:
                 ids += progress.token_ids
-                parts.append(text.feed(progress.token_ids))
-                result = progress.result
-                if result is not None:
-                    parts.append(text.end())
-                if result is not None or text.is_stopped:
+                part, result = stream.feed(progress.token_ids), progress.result
+                if result is not None or stream.is_stopped:
                     break
-                if parts[-1]:
-                    yield Piece(index=index, text=parts[-1])
-        whole = "".join(parts)
-        reason = FinishReason.STOP if text.is_stopped or result is None else result.finish_reason
+                if part:
+                    yield Piece(index=index, text=part)
+        rest, reply = stream.end(FinishReason.STOP if result is None else result.finish_reason)
         choice = Choice(
             index=index,
-            text=whole,
-            finish_reason=str(reason),
+            text=reply.content,
+            tool_calls=reply.tool_calls,
+            finish_reason=str(reply.finish_reason),
             token_ids=ids,
             logprobs=result.logprobs if result is not None else [],
         )
-        if result is not None and not text.is_stopped and wish.messages is not None:
-            self._conversations.remember(prompt, call.call_id, ids, whole)
-        rest = "".join(parts[-2:]) if result is not None else parts[-1]
-        yield Piece(index=index, text=rest, choice=choice)
+        if result is not None and not stream.is_stopped and wish.messages is not None:
+            self._conversations.remember(prompt, call.call_id, ids, reply.message)
+        yield Piece(index=index, text=part + rest, choice=choice)
 
     def _call(self, wish: Wish, prompt: Prompt, index: int, seed: str) -> EngineCall:
         room = self._max_length - prompt.num_tokens

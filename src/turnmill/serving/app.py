@@ -161,7 +161,10 @@ class App:
         end = {"index": choice.index, "finish_reason": choice.finish_reason}
         if not head.is_chat:
             return {**end, "text": choice.text, "logprobs": None}
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = choice.text or (None if choice.tool_calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.tool_calls:
+            message["tool_calls"] = choice.tool_calls
         return {**end, "message": message, "logprobs": self._logprobs(choice) if wish.has_logprobs else None}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
@@ -190,6 +193,9 @@ class App:
                     await _event(send, {**fields, "choices": [_text_chunk(piece, head)]})
                 if piece.choice is not None:
                     choices.append(piece.choice)
+                    for place, call in enumerate(piece.choice.tool_calls):
+                        delta = {"tool_calls": [{"index": place, **call}]}
+                        await _event(send, {**fields, "choices": [_delta(piece.index, delta)]})
                     await _event(send, {**fields, "choices": [_last_chunk(piece.choice, head)]})
         except TurnmillError as error:
             if not has_begun:

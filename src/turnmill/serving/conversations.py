@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from turnmill.conversation.branches import extend_hash, prefix_hashes
+from turnmill.conversation.branches import conversation_start, extend_hash, prefix_hashes
 from turnmill.errors import GenerationFailed
 from turnmill.generation.renderer import Renderer
 
@@ -28,6 +28,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     hash: bytes
     # Of the remembered conversation that goes on with this; None: it is rendered anew.
     known_hash: bytes | None = None
+    # What the reply begins with, at the end of `new_ids`; "" where it is free.
+    begun: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -53,16 +55,22 @@ class Conversations:
         # By the hash of the conversation, the one used longest ago first.
         self._known: dict[bytes, _Known] = {}
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+    def prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str = "auto",
+    ) -> Prompt:
         """Changes nothing that `remember` does, which may be called meanwhile.
 
-        Raises `GenerationFailed` for messages that the chat template refuses.
+        Raises `GenerationFailed` for messages that the chat template refuses, and for tools that it does not render.
         """
-        hashes = prefix_hashes(messages)
+        begun = self.renderer.begun(tool_choice, tools)
+        hashes = prefix_hashes(messages, conversation_start(tools))
         for index in range(len(messages) - 2, -1, -1):
             known = self._known.get(hashes[index]) if messages[index]["role"] == "assistant" else None
             if known is not None:
-                new_ids = self._continuation(messages[index + 1 :], known)
+                new_ids = self._continuation(messages[index + 1 :], known, tools, begun)
                 if new_ids is not None:
                     return Prompt(
                         prefix_key=known.key,
@@ -70,13 +78,17 @@ class Conversations:
                         new_ids=new_ids,
                         hash=hashes[-1],
                         known_hash=hashes[index],
+                        begun=begun,
                     )
-        return Prompt(prefix_key=None, context_ids=[], new_ids=self.renderer.opening(messages), hash=hashes[-1])
+        new_ids = self.renderer.opening(messages, tools, begun)
+        return Prompt(prefix_key=None, context_ids=[], new_ids=new_ids, hash=hashes[-1], begun=begun)
 
-    def _continuation(self, messages: Sequence[dict[str, Any]], known: _Known) -> list[int] | None:
+    def _continuation(
+        self, messages: Sequence[dict[str, Any]], known: _Known, tools: list[dict[str, Any]] | None, begun: str
+    ) -> list[int] | None:
         """None where the template renders what was said before differently when these messages follow."""
         try:
-            return self.renderer.continuation(messages, ended=known.has_ended)
+            return self.renderer.continuation(messages, ended=known.has_ended, tools=tools, begun=begun)
         except GenerationFailed:
             return None
 
@@ -84,11 +96,11 @@ class Conversations:
         """The prompt of a completion that is no conversation."""
         return Prompt(prefix_key=None, context_ids=[], new_ids=self.renderer.plain(text), hash=b"")
 
-    def remember(self, prompt: Prompt, key: str, sampled_ids: Sequence[int], reply: str) -> None:
-        """The prompt was answered so; `key` names the cache."""
+    def remember(self, prompt: Prompt, key: str, sampled_ids: Sequence[int], reply: dict[str, Any]) -> None:
+        """The prompt was answered with this message; `key` names the cache."""
         ids = [*prompt.context_ids, *prompt.new_ids, *sampled_ids]
         has_ended = bool(sampled_ids) and sampled_ids[-1] in self.renderer.end_ids
-        hash_ = extend_hash(prompt.hash, {"role": "assistant", "content": reply})
+        hash_ = extend_hash(prompt.hash, reply)
         self._forget(hash_)
         if prompt.known_hash in self._known:
             # It was used, so that others are forgotten first.

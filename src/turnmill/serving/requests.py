@@ -10,6 +10,7 @@ import msgspec
 
 from turnmill.conversation.bodies import finite, parse_object
 from turnmill.conversation.messages import Heard
+from turnmill.conversation.tools import NO_TOOLS, parse_tool_choice, parse_tools
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling
 
@@ -24,10 +25,9 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "best_of": lambda value: value == 1,
     "echo": lambda value: value is False,
     "suffix": lambda value: value == "",
-    "tools": lambda value: value == [],
     "functions": lambda value: value == [],
-    "tool_choice": lambda value: value == "none",
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
+    "function_call": lambda value: value == "none",
+    "parallel_tool_calls": lambda value: value is True,
     "min_p": lambda value: value == 0,
     "presence_penalty": lambda value: value == 0,
     "frequency_penalty": lambda value: value == 0,
@@ -45,6 +45,10 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     # None for a text.
     messages: list[dict[str, Any]] | None
     text: str | None
+    # OpenAI's form; None: there are none.
+    tools: list[dict[str, Any]] | None
+    # As `GenerateRequest.tool_choice`.
+    tool_choice: str
     # `sampling.max_new_tokens` is not looked at.
     sampling: Sampling
     # None: as many as there is room for, or as the model was trained with.
@@ -77,10 +81,13 @@ def parse_wish(body: bytes, *, is_chat: bool, temperature: float) -> Wish:
     has_logprobs = bool(reader.take("logprobs", bool, "true or false"))
     if has_logprobs and (is_streamed or not is_chat):
         raise _unsupported("logprobs", True, "they come with chat completions that are not streamed; leave it out")
+    offered = parse_tools(msgspec.json.encode(reader.take("tools", list, "a list of tools"))) if is_chat else NO_TOOLS
     wish = Wish(
         model=model,
         messages=_messages(raw) if is_chat else None,
         text=None if is_chat else _prompt(raw),
+        tools=offered.tools,
+        tool_choice=parse_tool_choice(reader.take("tool_choice", object, "a choice"), offered) if is_chat else "auto",
         sampling=Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k or 0), stop=_stops(reader)),
         max_tokens=max_tokens if is_chat else max_tokens or _COMPLETION_TOKENS,
         num_choices=reader.whole("n", least=1, most=MAX_CHOICES) or 1,

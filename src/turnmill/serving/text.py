@@ -7,6 +7,8 @@ A character may take several tokens, and a stop string may be cut anywhere, so b
 
 from collections.abc import Callable, Sequence
 
+from turnmill.generation.texts import overlap, stop_place
+
 # What a tokenizer shows for bytes that are no character yet.
 _INCOMPLETE = "\ufffd"
 
@@ -46,17 +48,11 @@ class TextStream:
         if self.is_stopped:
             return ""
         text = self._held + text
-        # The one that is complete first, however the text was cut into tokens.
-        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
+        place = stop_place(text, self._stops)
+        if place is not None:
             self.is_stopped = True
             self._held = ""
-            return text[: min(found)[1]]
-        num_held = 0 if is_end else max((_overlap(text, stop) for stop in self._stops), default=0)
+            return text[:place]
+        num_held = 0 if is_end else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -70,7 +70,7 @@ class ChatSession:
         self._messages = [*said, {"role": "assistant", "content": reply}]
         if has_ended:
             self._engine.keep(call.call_id, call.call_id)
-            self._conversations.remember(prompt, call.call_id, ids, reply)
+            self._conversations.remember(prompt, call.call_id, ids, self._messages[-1])
 
     def _call(self, key: str | None, context_ids: list[int], new_ids: list[int], room: int) -> EngineCall:
         self._num_calls += 1

@@ -138,12 +138,14 @@ async def serve_model(
 
     `ready` is told the base URL. Raises `InvalidInput` where the address can't be listened at.
     """
+    from turnmill.generation.stability import warn_of_differences
     from turnmill.serving.answers import Answerer
     from turnmill.serving.app import App, Model
     from turnmill.serving.conversations import Conversations
     from turnmill.serving.loop import EngineLoop
 
     engine, renderer = await asyncio.to_thread(load, model, num_slots=num_slots)
+    await asyncio.to_thread(warn_of_differences, renderer)
     config = model.config
     async with EngineLoop(engine) as loop:
         answerer = Answerer(

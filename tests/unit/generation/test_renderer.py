@@ -54,8 +54,8 @@ def test_opening_reply_and_continuation_are_the_whole_conversation_as_the_templa
     new = [{"role": "tool", "content": "noted"}, NEXT]
     path = [*renderer.opening([USER]), *reply_ids, end, *renderer.continuation(new, ended=True)]
     cut = [*renderer.opening([USER]), *reply_ids, *renderer.continuation(new, ended=False)]
-    whole = renderer.opening([USER, {"role": "assistant", "content": reply}, *new])
-    assert path == cut == whole
+    whole = [USER, {"role": "assistant", "content": reply}, *new]
+    assert path == cut == renderer.one_go(whole) == renderer.opening(whole)
 
 
 def test_what_follows_the_end_token_is_part_of_the_continuation(tokenizer: Any, tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_a_template_s_own_refusal_is_an_invalid_request(tokenizer: Any, tmp_path
 
 
 def test_tools_are_given_to_the_template(tokenizer: Any, tmp_path: Path) -> None:
-    renderer = renderer_with("{% if tools %}tools {{ tools | length }}{% endif %}" + PLAIN, tokenizer, tmp_path)
+    told = "{% if tools %}tools {{ tools | length }}: {{ tools | tojson }}{% endif %}"
+    renderer = renderer_with(told + PLAIN, tokenizer, tmp_path)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     assert renderer.decode(renderer.opening([USER], [tool])).startswith("tools 1")
     assert renderer.continuation([NEXT], ended=True, tools=[tool]) == renderer.continuation([NEXT], ended=True)

@@ -8,6 +8,7 @@ import pytest
 from turnmill.errors import InvalidRequest
 from turnmill.serving.requests import Wish, parse_wish
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -38,6 +39,15 @@ def test_what_is_given_counts() -> None:
     assert wish.is_streamed and wish.has_usage_chunk
     assert chat(temperature=None, stop=None, n=None, stream=None) == chat()
     assert chat(messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}]).messages == HELLO
+
+
+def test_tools_and_the_choice_of_them_are_taken() -> None:
+    assert (chat().tools, chat().tool_choice) == (None, "auto")
+    assert chat(tools=[TOOL]).tools == [TOOL] and chat(tools=[TOOL], tool_choice="none").tool_choice == "none"
+    assert chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=True).tool_choice == "required"
+    one = {"type": "function", "function": {"name": "look"}}
+    assert chat(tools=[TOOL], tool_choice=one).tool_choice == "function:look"
+    assert chat(tools=[], tool_choice="none").tools is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,14 @@ def test_what_is_given_counts() -> None:
         ({"logprobs": True, "stream": True}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [TOOL, {"type": "retrieval"}]}, "tools[1]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tempreture": 1}, "tempreture"),
     ],
