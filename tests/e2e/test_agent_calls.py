@@ -1,4 +1,4 @@
-"""Calls as OpenAI's clients make them, answered by the CPU engine: what is told is what is recorded."""
+"""Every kind of call that OpenAI's clients make, answered by the CPU engine: what is told is what is recorded."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,30 +49,34 @@ async def played(root: Path) -> AsyncIterator[Played]:
             await scheduler.close()
 
 
-async def test_streams_and_tokens_are_those_of_the_records(tmp_path: Path) -> None:
+async def test_choices_streams_texts_and_tokens_are_those_of_the_records(tmp_path: Path) -> None:
     async with (
         played(tmp_path) as rollout,
         openai.AsyncOpenAI(base_url=rollout.leased.base_url, api_key="none") as client,
         HttpClient() as http,
     ):
-        plain = await client.chat.completions.create(
-            model=MODEL, messages=OPENING, logprobs=True, extra_body={"return_token_ids": True}
+        several = await client.chat.completions.create(
+            model=MODEL, messages=OPENING, n=3, logprobs=True, extra_body={"return_token_ids": True}
         )
         stream = await client.chat.completions.create(model=MODEL, messages=OPENING, stream=True)
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        text = await client.completions.create(model=MODEL, prompt="crane", max_tokens=4)
         chat = ChatClient(http, rollout.leased.base_url, timeout_s=60, deadline=float("inf"))
         reply = await chat.complete(OPENING, return_token_ids=True)
         calls = await rollout.calls()
 
-    assert len(calls) == 3
-    for choice, call in zip(plain.choices, calls, strict=False):
+    assert len(calls) == 6
+    for choice, call in zip(several.choices, calls, strict=False):
         extra: dict[str, Any] = choice.model_extra or {}
         assert choice.message.content == call.reply["content"]
         assert extra["token_ids"] == call.token_ids[-call.num_sampled :]
         assert choice.logprobs is not None and choice.logprobs.content is not None
         assert [item.logprob for item in choice.logprobs.content] == call.logprobs
-        assert (plain.model_extra or {})["prompt_token_ids"] == call.token_ids[: -call.num_sampled]
-    assert streamed == calls[1].reply["content"]
+        assert (several.model_extra or {})["prompt_token_ids"] == call.token_ids[: -call.num_sampled]
+    assert len({tuple(call.token_ids) for call in calls[:3]}) > 1
+    assert streamed == calls[3].reply["content"]
+    assert text.choices[0].text == calls[4].reply["content"]
+    assert calls[4].num_sampled <= 4
     assert reply.tokens is not None
-    assert [*reply.tokens.prompt_ids, *reply.tokens.sampled_ids] == calls[2].token_ids
-    assert reply.tokens.logprobs == calls[2].logprobs
+    assert [*reply.tokens.prompt_ids, *reply.tokens.sampled_ids] == calls[5].token_ids
+    assert reply.tokens.logprobs == calls[5].logprobs

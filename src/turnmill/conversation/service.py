@@ -54,7 +54,9 @@ class Service(ABC):
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self.offer = Offer.of(config, run.kind)
+        self.offer = Offer.of(
+            config, run.kind, served_model_names=config.served_model_names, client_sampling=config.client_sampling
+        )
         self._ports = ports
         self._run = run
         self._leases = leases
