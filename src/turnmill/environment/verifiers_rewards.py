@@ -1,0 +1,106 @@
+"""Reward functions of a verifiers rubric under watch: verifiers itself takes one that raises for a score of 0.0.
+
+    rubric -> its functions, each watched -> score_rollout(state) -> reward and metrics | RewardError
+
+What a function catches itself can't be seen from here; the check before a run finds it by its rewards.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from turnmill.environment.base import RewardError
+from turnmill.environment.boundary import describe
+
+# What went wrong while the rollout of this context is scored.
+_failures: ContextVar[list[str] | None] = ContextVar("failures of reward functions", default=None)
+
+
+class WatchedFunction:
+    """A reward function that leaves word of its failures; for a rubric it has the name and signature of its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            score = self._function(*args, **kwargs)
+        except Exception as error:
+            self._note(f"raised {describe(error)}")
+            raise
+        if inspect.isawaitable(score):
+            return self._awaited(score)
+        self._check(score)
+        return score
+
+    async def _awaited(self, waiting: Awaitable[Any]) -> Any:
+        try:
+            score = await waiting
+        except Exception as error:
+            self._note(f"raised {describe(error)}")
+            raise
+        self._check(score)
+        return score
+
+    def _check(self, score: Any) -> None:
+        """verifiers takes what is no number for 0.0 too."""
+        try:
+            number = float(score)
+        except (TypeError, ValueError, OverflowError):
+            self._note(f"must give a number, not {score!r:.80}")
+            return
+        if not math.isfinite(number):
+            self._note(f"must give a finite number, not {number}")
+
+    def _note(self, what: str) -> None:
+        failures = _failures.get()
+        if failures is not None:
+            failures.append(f"reward function {self.__name__} {what}")
+
+
+def leaves(rubric: Any) -> Iterator[Any]:
+    """The rubrics that hold functions, in the order in which they score."""
+    inner = getattr(rubric, "rubrics", None)
+    if inner is None:
+        yield rubric
+    else:
+        for each in inner:
+            yield from leaves(each)
+
+
+def weights(rubric: Any) -> dict[str, float]:
+    """Of the functions that make up the reward, by name; metrics, which weigh nothing, are left out."""
+    return {
+        getattr(function, "__name__", type(function).__name__): weight
+        for leaf in leaves(rubric)
+        for function, weight in zip(leaf.funcs, leaf.weights, strict=True)
+        if weight
+    }
+
+
+async def score(rubric: Any, state: Any) -> tuple[float, dict[str, float]]:
+    """Reward and metrics of the finished rollout `state`; raises `RewardError` naming each function that failed."""
+    # Each time anew: an environment may add functions as it goes.
+    for leaf in leaves(rubric):
+        leaf.funcs[:] = [
+            function if isinstance(function, WatchedFunction) else WatchedFunction(function) for function in leaf.funcs
+        ]
+    failures: list[str] = []
+    token = _failures.set(failures)
+    try:
+        await rubric.score_rollout(state)
+    except Exception as error:
+        failures.append(f"the rubric raised {describe(error)}")
+        raise RewardError("; ".join(failures)) from error
+    finally:
+        _failures.reset(token)
+    if failures:
+        raise RewardError("; ".join(failures))
+    if state.get("reward") is None:
+        raise RewardError("the rubric gave no reward")
+    return state["reward"], state.get("metrics") or {}
