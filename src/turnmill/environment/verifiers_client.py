@@ -106,7 +106,8 @@ def given_sampling(sampling_args: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in (sampling_args or {}).items()
         if value is not None and not (name in _NEUTRAL and value == _NEUTRAL[name])
     }
-    return {**asked, **asked.pop("extra_body", {})}
+    extra = asked.pop("extra_body", {})
+    return {**asked, **extra}
 
 
 def openai_message(message: Any) -> dict[str, Any]:
