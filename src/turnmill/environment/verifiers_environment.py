@@ -44,7 +44,7 @@ class VerifiersEnvironment(Environment):
     def __init__(self, env: Any) -> None:
         """Raises `InvalidInput` where `env` can't be played exactly: the text says why."""
         for reason in _reasons_against(env):
-            raise InvalidInput(f"env: {type(env).__name__} of verifiers can't be trained on: {reason}")
+            raise InvalidInput(f"{type(env).__name__} of verifiers can't be trained on: {reason}")
         self._env = env
         self._sampling = self._sampling_of_the_game()
         if env.timeout_seconds is not None:
@@ -61,7 +61,7 @@ class VerifiersEnvironment(Environment):
                 raise RolloutFailed(_chain(state["error"])) from _exception(state["error"])
             if state.get("timed_out"):
                 raise TimeoutError("the environment ended the rollout by a time limit of its own")
-            if not state["completion"]:
+            if state.get("prompt_too_long") and not state["completion"]:
                 # The opening alone filled the context: reward functions look at the last message as a matter of course.
                 state["completion"] = [AssistantMessage(content="")]
             state["timing"].scoring.start = time.time()

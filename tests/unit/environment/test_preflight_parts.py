@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.environment.test_preflight import request
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score, ScriptedChat, opening_messages
 from turnmill.environment.boundary import WatchedChat, play_scored
 from turnmill.environment.preflight import preflight
 from turnmill.errors import GenerationFailed
-from turnmill.records import FinishReason, InvalidReason, PreflightReport, PreflightRequest, Reply, Task
+from turnmill.records import FinishReason, InvalidReason, PreflightReport, Reply, Task
 
 TASK = Task(id="t_0", metadata={"prompt": "Say it.", "answer": "yes"})
 
@@ -35,10 +36,7 @@ class Parts(Environment):
 
 
 async def report_on(environment: Environment) -> PreflightReport:
-    request = PreflightRequest(
-        env="of a test", env_args={}, data_path="unused", seed=0, max_length=100, play_s=20.0, total_s=60.0
-    )
-    return await preflight(environment, [TASK], request, playing=lambda what: None)
+    return await preflight(environment, [TASK], request(), playing=lambda what: None)
 
 
 async def test_a_main_part_that_gives_gold_nothing_fails_although_another_tells_it_from_garbage() -> None:

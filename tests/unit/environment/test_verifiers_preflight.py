@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.environment.test_preflight import request
 from tests.unit.environment.verifiers_house import (
     TokenChat,
     load_package,
@@ -16,12 +17,9 @@ from tests.unit.environment.verifiers_house import (
 )
 from turnmill.environment.preflight import preflight
 from turnmill.environment.verifiers_adapter import adapt
-from turnmill.records import PreflightReport, PreflightRequest, Task
+from turnmill.records import PreflightReport, Task
 
 pytestmark = needs_verifiers
-REQUEST = PreflightRequest(
-    env="of a test", env_args={}, data_path="unused", seed=0, max_length=1000, play_s=20.0, total_s=60.0
-)
 ANSWERS = [{"endpoint": f"/users/{n}", "params": {"limit": n}} for n in (1, 2)]
 CALLS = [
     Task(id=f"call-{index}", metadata={"prompt": "Write the call.", "answer": json.dumps(answer)})
@@ -30,14 +28,14 @@ CALLS = [
 
 
 async def report_on(env: Any, *tasks: Task) -> PreflightReport:
-    return await preflight(adapt(env), tasks, REQUEST, playing=lambda what: None)
+    return await preflight(adapt(env), tasks, request(max_length=1000), playing=lambda what: None)
 
 
 async def test_a_reward_that_catches_its_own_error_is_found_although_the_format_earns_something() -> None:
     """Defect 42: always 0 apart from the format."""
     right = f"<think>\n...\n</think>\n<action>\n{CALLS[0].metadata['answer']}\n</action>"
-    row = {"prompt": [{"role": "user", "content": "Write the call."}], "example_id": 0, **CALLS[0].metadata}
-    row["prompt"] = [{"role": "user", "content": "Write the call."}]
+    opening = [{"role": "user", "content": "Write the call."}]
+    row = {"prompt": opening, "example_id": 0, "answer": CALLS[0].metadata["answer"]}
     plain = await plain_output(load_package("always-zero"), row, (200, right))
     assert plain["metrics"]["call_reward"] == 0.0 and plain["reward"] == pytest.approx(0.2) and plain["error"] is None
 

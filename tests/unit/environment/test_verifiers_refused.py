@@ -34,7 +34,7 @@ class TestRefused:
         with pytest.raises(InvalidInput) as refused:
             adapt(env)
         text = str(refused.value)
-        assert text.startswith(f"env: {type(env).__name__} of verifiers can't be trained on: ")
+        assert text.startswith(f"{type(env).__name__} of verifiers can't be trained on: ")
         return text
 
     def with_rubric(self, rubric: Any) -> Any:
