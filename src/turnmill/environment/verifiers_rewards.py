@@ -17,6 +17,8 @@ from turnmill.environment.boundary import describe
 
 # What went wrong while the rollout of this context is scored.
 _failures: ContextVar[list[str] | None] = ContextVar("failures of reward functions", default=None)
+# Weights of 0.1 and the like add up to a bit more than 1, which would be a reward outside its range.
+_DIGITS = 12
 
 
 class WatchedFunction:
@@ -101,6 +103,7 @@ async def score(rubric: Any, state: Any) -> tuple[float, dict[str, float]]:
         _failures.reset(token)
     if failures:
         raise RewardError("; ".join(failures))
-    if state.get("reward") is None:
-        raise RewardError("the rubric gave no reward")
-    return state["reward"], state.get("metrics") or {}
+    reward = state.get("reward")
+    if reward is None or isinstance(reward, str):
+        raise RewardError(f"the rubric must give a number as reward, not {reward!r:.80}")
+    return round(float(reward), _DIGITS), state.get("metrics") or {}

@@ -1,5 +1,7 @@
 """What verifiers passes over in silence, each beside what comes of the same environment here."""
 
+from typing import Any
+
 import pytest
 
 from tests.unit.environment.verifiers_house import (
@@ -70,3 +72,42 @@ async def test_an_error_that_verifiers_keeps_in_the_state_is_the_environments() 
     result = await played(env, task(answer="7"), chat)
     assert result.reward is None and result.reason is InvalidReason.ENV_ERROR
     assert "ToolCallError <- KeyError: 'melon'" in (result.detail or "")
+
+
+@pytest.mark.parametrize("given", [None, "high"], ids=["nothing", "text"])
+async def test_a_rubric_that_gives_no_number_is_an_error(given: object) -> None:
+    from verifiers.rubrics.rubric import Rubric
+
+    class Odd(Rubric):
+        async def score_rollout(self, state: Any) -> None:
+            state["reward"] = given
+
+    env = load_package("kind-words")
+    env.rubric = Odd(funcs=[lambda: 1.0])
+    result = await played(env, task(), TokenChat(reply()))
+    assert result.reason is InvalidReason.REWARD_ERROR
+    assert f"the rubric must give a number as reward, not {given!r}" in (result.detail or "")
+
+
+async def test_a_rubric_that_raises_is_an_error_of_the_reward() -> None:
+    from verifiers.rubrics.rubric import Rubric
+
+    class Broken(Rubric):
+        async def score_rollout(self, state: Any) -> None:
+            raise LookupError("no such judge")
+
+    env = load_package("kind-words")
+    env.rubric = Broken(funcs=[lambda: 1.0])
+    result = await played(env, task(), TokenChat(reply()))
+    assert result.reason is InvalidReason.REWARD_ERROR
+    assert "the rubric raised LookupError: no such judge" in (result.detail or "")
+
+
+async def test_weights_that_add_up_to_one_stay_within_the_range() -> None:
+    from verifiers.rubrics.rubric import Rubric
+
+    weights = [0.05, 0.55, 0.3, 0.1]
+    assert sum(weights) > 1.0
+    env = load_package("kind-words")
+    env.rubric = Rubric(funcs=[lambda: 1.0 for _ in weights], weights=weights)
+    assert (await played(env, task(), TokenChat(reply()))).reward == 1.0

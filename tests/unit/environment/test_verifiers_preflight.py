@@ -52,10 +52,10 @@ async def test_mended_it_passes_and_runs() -> None:
     assert report.failed == () and report.mean_rewards["gold"] == pytest.approx(1.0)
     right = f"<think>\nEasy.\n</think>\n<action>\n{CALLS[0].metadata['answer']}\n</action>"
     result = await played(load_package("always-zero-mended"), CALLS[0], TokenChat(reply(right)))
-    assert result.reward == pytest.approx(1.0) and result.metrics["call_reward"] == 1.0
+    assert result.reward == pytest.approx(1.0) and result.metrics["call_reward"] == 0.8
     wrong = right.replace("/users/1", "/teams/1")
     result = await played(load_package("always-zero-mended"), CALLS[0], TokenChat(reply(wrong)))
-    assert result.reward == pytest.approx(0.8 * 0.4 + 0.2)
+    assert result.reward == pytest.approx(0.3 + 0.2)
 
 
 async def test_a_reward_function_that_raises_fails_the_check_by_name() -> None:
