@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from verifiers.envs.environment import Environment as VerifiersBase
@@ -43,7 +43,8 @@ class VerifiersEnvironment(Environment):
 
     def __init__(self, env: Any) -> None:
         """Raises `InvalidInput` where `env` can't be played exactly: the text says why."""
-        for reason in _reasons_against(env):
+        reason = next(_reasons_against(env), None)
+        if reason is not None:
             raise InvalidInput(f"{type(env).__name__} of verifiers can't be trained on: {reason}")
         self._env = env
         self._sampling = self._sampling_of_the_game()
@@ -133,7 +134,7 @@ class VerifiersEnvironment(Environment):
 # ---------------------------------------------------------------- what is refused
 
 
-def _reasons_against(env: Any) -> Iterable[str]:
+def _reasons_against(env: Any) -> Iterator[str]:
     """Why `env` can't be played exactly, the plainest first."""
     if not isinstance(env, MultiTurnEnv):
         yield "SingleTurnEnv, MultiTurnEnv, ToolEnv and classes made from them are played"
@@ -151,36 +152,24 @@ def _reasons_against(env: Any) -> Iterable[str]:
     yield from _reasons_against_rubric(env.rubric)
 
 
-def _reasons_against_rubric(rubric: Any) -> Iterable[str]:
-    by_group = [_name(function) for leaf in verifiers_rewards.leaves(rubric) for function in _group_functions(leaf)]
-    if by_group:
-        yield (
-            f"{', '.join(by_group)} compares the rollouts of a group, which are played apart: score each rollout by "
-            "itself"
-        )
-    for leaf in verifiers_rewards.leaves(rubric):
+def _reasons_against_rubric(rubric: Any) -> Iterator[str]:
+    leaves = list(verifiers_rewards.leaves(rubric))
+    for leaf in leaves:
+        if leaf.has_group_rewards:
+            names = ", ".join(verifiers_rewards.name_of(function) for function in leaf._get_group_reward_funcs())
+            yield f"{names} compares the rollouts of a group, which are played apart: score each rollout by itself"
         if leaf.has_advantages:
             yield f"{type(leaf).__name__} gives advantages of its own, and the training computes them"
         if _is_own(leaf, "score_group") and not _is_own(leaf, "score_rollout"):
             yield f"{type(leaf).__name__} scores groups (score_group), and rollouts are scored apart: score_rollout"
         if not leaf.funcs and not _is_own(leaf, "score_rollout"):
             yield f"a {type(leaf).__name__} of its rubric has no function: give it one or leave it out"
-    own_scoring = any(_is_own(leaf, "score_rollout") for leaf in verifiers_rewards.leaves(rubric))
-    if not verifiers_rewards.weights(rubric) and not own_scoring:
+    if not verifiers_rewards.weights(rubric) and not any(_is_own(leaf, "score_rollout") for leaf in leaves):
         yield "no reward function has a weight, so that each reward is 0.0"
-
-
-def _group_functions(leaf: Any) -> list[Callable[..., Any]]:
-    functions: list[Callable[..., Any]] = leaf._get_group_reward_funcs()
-    return functions
 
 
 def _is_own(rubric: Any, method: str) -> bool:
     return getattr(type(rubric), method) is not getattr(Rubric, method)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 # ---------------------------------------------------------------- errors in a state

@@ -26,7 +26,7 @@ class WatchedFunction:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__name__ = name_of(function)
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +65,12 @@ class WatchedFunction:
             failures.append(f"reward function {self.__name__} {what}")
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """By which verifiers calls its metric."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return name
+
+
 def leaves(rubric: Any) -> Iterator[Any]:
     """The rubrics that hold functions, in the order in which they score."""
     inner = getattr(rubric, "rubrics", None)
@@ -78,7 +84,7 @@ def leaves(rubric: Any) -> Iterator[Any]:
 def weights(rubric: Any) -> dict[str, float]:
     """Of the functions that make up the reward, by name; metrics, which weigh nothing, are left out."""
     return {
-        getattr(function, "__name__", type(function).__name__): weight
+        name_of(function): weight
         for leaf in leaves(rubric)
         for function, weight in zip(leaf.funcs, leaf.weights, strict=True)
         if weight

@@ -10,6 +10,7 @@ from tests.unit.environment.verifiers_house import (
     TokenChat,
     load_package,
     needs_verifiers,
+    plain_output,
     played,
     reply,
     task,
@@ -116,6 +117,23 @@ async def test_state_and_rewards_see_the_exact_tokens() -> None:
     assert step["completion_ids"] == [4, 5] and step["completion_mask"] == [1, 1]
     assert step["completion_logprobs"] == [-0.5, -0.25]
     assert usage["input_tokens"] == 3 and usage["output_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("package", "answer", "said"),
+    [
+        ("kind-words", "hello", ["hello"]),
+        ("number-guess", "7", ["5", "7"]),
+        ("number-guess", "7", ["5", "6", "8"]),
+        ("shop-tools", "3", ["3"]),
+        ("always-zero-mended", '{"endpoint": "/", "params": {}}', ['<action>{"endpoint": "/"}</action>']),
+    ],
+)
+async def test_reward_and_metrics_are_those_that_verifiers_gives(package: str, answer: str, said: list[str]) -> None:
+    row = {"prompt": [{"role": "user", "content": "Go."}], "example_id": 0, "answer": answer}
+    plain = await plain_output(load_package(package), row, *((200, text) for text in said))
+    result = await played(load_package(package), task("Go.", answer=answer), TokenChat(*map(reply, said)))
+    assert result.reward == pytest.approx(plain["reward"]) and result.metrics == pytest.approx(plain["metrics"])
 
 
 # ---------------------------------------------------------------- ends
