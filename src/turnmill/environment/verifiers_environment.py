@@ -20,7 +20,7 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.types import AssistantMessage, Tool
 
 from turnmill.environment import verifiers_rewards
-from turnmill.environment.base import Chat, Environment, Outcome
+from turnmill.environment.base import Chat, Environment, Outcome, ScriptedTurn
 from turnmill.environment.verifiers_client import MODEL, PolicyClient, given_sampling
 from turnmill.environment.verifiers_rows import gold_reply, row_of
 from turnmill.errors import DataError, InvalidInput
@@ -82,11 +82,11 @@ class VerifiersEnvironment(Environment):
                     f"task {task.id}: metadata.info.tool_defs is not as verifiers has it: {error}"
                 ) from error
 
-    def gold(self, task: Task) -> Iterable[str] | None:
+    def gold(self, task: Task) -> Iterable[ScriptedTurn] | None:
         """What the environment's own `gold(row)` says, where it has one; else the answer, as its parser reads it."""
         own = getattr(self._env, "gold", None)
         if callable(own):
-            given: Iterable[str] | None = own(self._row(task))
+            given: Iterable[ScriptedTurn] | None = own(self._row(task))
             return given
         answer = task.metadata.get("answer")
         if answer is None:

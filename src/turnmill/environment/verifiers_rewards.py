@@ -7,13 +7,12 @@ What a function catches itself can't be seen from here; the check before a run f
 
 import functools
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from turnmill.environment.base import RewardError
 from turnmill.environment.boundary import describe
+from turnmill.environment.outcomes import RewardError, finite
 
 # What went wrong while the rollout of this context is scored.
 _failures: ContextVar[list[str] | None] = ContextVar("failures of reward functions", default=None)
@@ -52,12 +51,9 @@ class WatchedFunction:
     def _check(self, score: Any) -> None:
         """verifiers takes what is no number for 0.0 too."""
         try:
-            number = float(score)
-        except (TypeError, ValueError, OverflowError):
-            self._note(f"must give a number, not {score!r:.80}")
-            return
-        if not math.isfinite(number):
-            self._note(f"must give a finite number, not {number}")
+            finite("its value", score)
+        except RewardError as error:
+            self._note(f"can't be used: {error}")
 
     def _note(self, what: str) -> None:
         failures = _failures.get()
@@ -109,7 +105,4 @@ async def score(rubric: Any, state: Any) -> tuple[float, dict[str, float]]:
         _failures.reset(token)
     if failures:
         raise RewardError("; ".join(failures))
-    reward = state.get("reward")
-    if reward is None or isinstance(reward, str):
-        raise RewardError(f"the rubric must give a number as reward, not {reward!r:.80}")
-    return round(float(reward), _DIGITS), state.get("metrics") or {}
+    return round(finite("the reward of the rubric", state.get("reward")), _DIGITS), state.get("metrics") or {}

@@ -53,7 +53,7 @@ async def test_a_reward_that_is_no_number_is_an_error_where_verifiers_gives_zero
 
     result = await played(env, task(info={"score": "nan"}), TokenChat(reply()))
     assert result.reason is InvalidReason.REWARD_ERROR
-    assert "reward function careless must give a finite number, not nan" in (result.detail or "")
+    assert "reward function careless can't be used: its value must be finite, not nan" in (result.detail or "")
 
 
 async def test_missing_tokens_are_an_error_where_verifiers_says_nothing() -> None:
@@ -86,7 +86,7 @@ async def test_a_rubric_that_gives_no_number_is_an_error(given: object) -> None:
     env.rubric = Odd(funcs=[lambda: 1.0])
     result = await played(env, task(), TokenChat(reply()))
     assert result.reason is InvalidReason.REWARD_ERROR
-    assert f"the rubric must give a number as reward, not {given!r}" in (result.detail or "")
+    assert f"the reward of the rubric must be a number, not {given!r}" in (result.detail or "")
 
 
 async def test_a_rubric_that_raises_is_an_error_of_the_reward() -> None:

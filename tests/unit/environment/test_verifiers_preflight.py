@@ -15,6 +15,8 @@ from tests.unit.environment.verifiers_house import (
     reply,
     task,
 )
+from turnmill.environment.base import ScriptedChat
+from turnmill.environment.boundary import WatchedChat, play_scored
 from turnmill.environment.preflight import preflight
 from turnmill.environment.verifiers_adapter import adapt
 from turnmill.records import PreflightReport, Task
@@ -74,9 +76,13 @@ async def test_gold_may_be_the_environments_own() -> None:
     assert report.failed == () and report.mean_rewards == {"gold": 1.0, "garbage": 0.0}
 
 
-async def test_tools_are_no_hindrance() -> None:
-    report = await report_on(load_package("shop-tools"), task("How much?", answer="7"))
+async def test_gold_may_call_tools() -> None:
+    asked = task("How much?", answer="7", info={"items": ["apple", "pear"]})
+    report = await report_on(load_package("shop-tools"), asked)
     assert report.failed == () and report.mean_rewards == {"gold": 1.0, "garbage": 0.0}
+    gold = list(adapt(load_package("shop-tools")).gold(asked) or ())
+    result = await play_scored(adapt(load_package("shop-tools")), asked, WatchedChat(ScriptedChat(gold)))
+    assert result.metrics["asked"] == 2.0 and result.metrics["price_calls"] == 2.0
 
 
 async def test_data_that_does_not_fit_is_named() -> None:
