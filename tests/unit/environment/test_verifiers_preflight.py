@@ -1,25 +1,30 @@
 """The check before a run plays environments of verifiers without a model, and finds what they hide."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.unit.environment.test_preflight import request
 from tests.unit.environment.verifiers_house import (
+    PACKAGES,
     TokenChat,
     load_package,
     needs_verifiers,
     plain_output,
     played,
     reply,
+    signals_kept,
     task,
 )
 from turnmill.environment.base import ScriptedChat
 from turnmill.environment.boundary import WatchedChat, play_scored
 from turnmill.environment.preflight import preflight
+from turnmill.environment.registry import find, load
 from turnmill.environment.verifiers_adapter import adapt
-from turnmill.records import PreflightReport, Task
+from turnmill.errors import InvalidInput
+from turnmill.records import EnvironmentChoice, EnvironmentOrigin, PreflightReport, Task
 
 pytestmark = needs_verifiers
 ANSWERS = [{"endpoint": f"/users/{n}", "params": {"limit": n}} for n in (1, 2)]
@@ -27,6 +32,12 @@ CALLS = [
     Task(id=f"call-{index}", metadata={"prompt": "Write the call.", "answer": json.dumps(answer)})
     for index, answer in enumerate(ANSWERS)
 ]
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    with signals_kept():
+        yield
 
 
 async def report_on(env: Any, *tasks: Task) -> PreflightReport:
@@ -58,6 +69,20 @@ async def test_mended_it_passes_and_runs() -> None:
     wrong = right.replace("/users/1", "/teams/1")
     result = await played(load_package("always-zero-mended"), CALLS[0], TokenChat(reply(wrong)))
     assert result.reward == pytest.approx(0.3 + 0.2)
+
+
+async def test_a_package_is_found_by_its_name_and_played(own_signals: None) -> None:
+    origin = EnvironmentOrigin.VERIFIERS
+    chosen = EnvironmentChoice(env_id="always-zero-mended", origin=origin)
+    environment = load(find(chosen, root=PACKAGES.parent))
+    assert (await preflight(environment, CALLS, request(max_length=1000), playing=lambda what: None)).failed == ()
+    with pytest.raises(InvalidInput, match=r"vf_env_id: load_environment of kind-words fails: KeyError: 'luck'"):
+        load(
+            find(
+                EnvironmentChoice(env_id="kind-words", env_args={"scored_by": "luck"}, origin=origin),
+                root=PACKAGES.parent,
+            )
+        )
 
 
 async def test_a_reward_function_that_raises_fails_the_check_by_name() -> None:

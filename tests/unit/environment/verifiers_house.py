@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,16 @@ def load_package(name: str, **arguments: Any) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
-    # An environment of verifiers takes both signals for itself.
+    with signals_kept():
+        return module.load_environment(**arguments)
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """An environment of verifiers takes both signals for itself when it is made."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return module.load_environment(**arguments)
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
