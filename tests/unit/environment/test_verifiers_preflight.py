@@ -1,6 +1,7 @@
 """The check before a run plays environments of verifiers without a model, and finds what they hide."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,3 +144,17 @@ async def test_a_boxed_answer_after_thinking_is_found() -> None:
     gold = adapt(env).gold(task(answer="42"))
     assert gold is not None
     assert env.parser.parse_answer([{"role": "assistant", "content": next(iter(gold))}]) == "42"
+
+
+async def test_what_the_guide_shows_passes() -> None:
+    guide = (PACKAGES.parents[2] / "docs" / "guides" / "verifiers.md").read_text(encoding="utf-8")
+    example, gold = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    with signals_kept():
+        exec(example, names)
+        env = names["load_environment"]()
+    report = await report_on(env, task("2+2", answer="4"))
+    assert report.failed == () and report.mean_rewards["gold"] == pytest.approx(1.0)
+    exec(gold, names)
+    (call, said) = names["Shop"].gold(None, {"answer": "4"})
+    assert call["tool_calls"][0]["function"]["name"] == "price" and said == "4"
