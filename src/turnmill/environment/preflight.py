@@ -11,7 +11,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,11 +100,18 @@ class _Preflight:
         # What a task or its gold is refused for, one text a task.
         self._refused: list[str] = []
         self._without_gold: list[str] = []
+        # Of the metrics that make up the reward.
+        self._weights: Mapping[str, float] = {}
         # Why nothing more was played.
         self._hangs: str | None = None
 
     async def run(self, tasks: Sequence[Task]) -> PreflightReport:
         end = time.monotonic() + self._request.total_s
+        self._playing("its reward_weights")
+        try:
+            self._weights = dict(self._environment.reward_weights)
+        except Exception as error:  # the boundary to the environment's code, as everywhere here
+            self._refused.append(f"reward_weights fails: {describe(error)}")
         chosen: list[str] = []
         for task in tasks:
             if self._hangs is not None or (chosen and time.monotonic() > end):
@@ -137,7 +144,7 @@ class _Preflight:
         except DataError as error:
             self._refused.append(str(error))
             return False
-        except Exception as error:  # the boundary to the environment's code, as everywhere here
+        except Exception as error:
             self._refused.append(f"task {task.id}: validate fails: {describe(error)}")
             return False
         if size > LONGEST_TOKEN * self._request.max_length:
@@ -255,10 +262,28 @@ class _Preflight:
             text += f"; gold earns no more than garbage on {_named(no_better)}"
         if self._without_gold:
             text += f"; without gold: {_named(self._without_gold)}"
-        if well > badly:
+        broken = self._broken_part(both)
+        if well > badly and broken is None:
             return Check(name="gold", state=CheckState.OK, detail=text)
+        why = f"; {broken}" if broken else ""
         hint = "; if the answer alone is not what earns the reward, define `gold`"
-        return Check(name="gold", state=CheckState.FAILED, detail=text + hint)
+        return Check(name="gold", state=CheckState.FAILED, detail=text + why + hint)
+
+    def _broken_part(self, task_ids: Sequence[str]) -> str | None:
+        """What is wrong where the part of the reward that weighs most gives gold nothing on any task.
+
+        One that catches its own error and calls it 0.0 looks so, while a lesser part, for the format say, tells gold
+        from garbage all the same.
+        """
+        most = max(self._weights.values(), default=0.0)
+        main = [name for name, weight in self._weights.items() if weight == most > 0]
+        gold = {played.task_id: played.result.metrics for played in self._played if played.script == "gold"}
+        if not main or any(gold[task_id].get(name) != 0 for name in main for task_id in task_ids):
+            return None
+        return (
+            f"of the reward's parts {' and '.join(main)} weighs most, and gives 0 for each gold answer: an error that "
+            "it catches itself looks like that"
+        )
 
     async def _group_checks(self) -> list[Check]:
         """Whether the reward functions per group are those that the run asks for, and can score; [] without any."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from turnmill.environment import wordle
 from turnmill.environment.base import Environment
+from turnmill.environment.verifiers_adapter import adapt, is_verifiers
 from turnmill.errors import InvalidInput, NotFound
 from turnmill.records import EnvironmentChoice, EnvironmentOrigin
 
@@ -118,15 +119,12 @@ def load(found: FoundEnvironment) -> Environment:
     if not callable(factory):
         raise InvalidInput(f"{_label(found)}: the module {found.module} has no function {_FACTORY}")
     made = _make(factory, found.choice)
-    is_verifiers = _is_verifiers(made)
-    if found.choice.origin is EnvironmentOrigin.VERIFIERS and not is_verifiers:
+    if found.choice.origin is EnvironmentOrigin.VERIFIERS and not is_verifiers(made):
         raise InvalidInput(
             f"{_label(found)}: {_FACTORY} returned {_kind_of(made)}, no environment of verifiers: name it by env"
         )
-    if is_verifiers:
-        adapter = importlib.import_module("turnmill.environment.verifiers_adapter")
-        adapted: Environment = adapter.adapt(made)
-        return adapted
+    if is_verifiers(made):
+        return adapt(made)
     if not isinstance(made, Environment):
         raise InvalidInput(
             f"{_label(found)}: {_FACTORY} must return a turnmill.environment.Environment or an environment of "
@@ -246,12 +244,6 @@ def _check_args(factory: Callable[..., Any], choice: EnvironmentChoice) -> None:
                 f"{choice.origin.args_parameter}: {choice.env_id} has no argument {name!r}{_suggest(name, allowed)}; "
                 f"it takes: {_all(allowed) or 'none'}"
             )
-
-
-def _is_verifiers(made: object) -> bool:
-    """Told by the modules of its classes: verifiers itself need not be there to ask."""
-    bases = type(made).__mro__
-    return any(base.__name__ == "Environment" and base.__module__.split(".")[0] == "verifiers" for base in bases)
 
 
 def _kind_of(made: object) -> str:
