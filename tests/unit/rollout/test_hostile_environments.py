@@ -93,7 +93,7 @@ async def test_rewards_that_are_none_are_reward_errors(run: Run, reward: Any) ->
 
 @pytest.mark.parametrize(
     ("reward", "metrics"),
-    [("nan", {}), (7.5, {}), (None, {}), (0.5, {"a\nb": 1.0}), (0.5, {str(n): 1.0 for n in range(999)})],
+    [("nan", {}), (7.5, {}), (None, {}), (0.5, {"a\nb": 1.0}), (0.5, {str(n): 1.0 for n in range(1001)})],
 )
 async def test_what_a_player_claims_is_checked_again(run: Run, reward: Any, metrics: dict[str, float]) -> None:
     report = await run.report_of("claim_reward", reward=reward, metrics=metrics)

@@ -11,7 +11,7 @@ from turnmill.rollout.box.relay import Watch
 from turnmill.rollout.box.wire import Ended
 from turnmill.telemetry import redact
 
-_DETAIL_LENGTH, _NAME_LENGTH, _MOST_METRICS = 2000, 200, 200
+_DETAIL_LENGTH, _NAME_LENGTH, _MOST_METRICS = 2000, 200, 1000
 
 
 def result_of(
