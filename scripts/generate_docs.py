@@ -28,6 +28,8 @@ VARIABLES = {
     "TURNMILL_PROXY_LISTEN": "HOST:PORT at which a proxy listens, where that is not what its URL says",
     "TURNMILL_SERVE_TOKEN": "what clients of `turnmill serve` must show as their API key",
     "TURNMILL_LOG_FORMAT": "`text` (default), or `json`: the logs of a run's roles as one JSON object a line, with ids",
+    "TURNMILL_UNSAFE_ENV": "`1`: packages of environments are played also where nothing keeps them in a box, as with "
+    "`--unsafe-env`",
     "TURNMILL_FAILPOINTS": "for tests: folder whose files name the points at which a process is killed or waits",
 }
 INTRODUCTION = """# Parameters

@@ -53,6 +53,10 @@ class LeaseLost(TurnmillError):
     """A lease ran out and its message or sample belongs to somebody else now."""
 
 
+class RolloutGivenBack(TurnmillError):
+    """An attempt ended by no fault of its own and is not reported: its lease runs out, and it is leased again."""
+
+
 class BackendUnavailable(TurnmillError):
     """The storage or queue service can't be reached or is busy; transient, its adapter is the retry owner."""
 

@@ -4,6 +4,7 @@ Values stay the text that was typed: `load_config` parses and checks them, so th
 the same messages.
 """
 
+import os
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from turnmill.config import Parameter, describe, parameter_names
+from turnmill.wiring.variables import UNSAFE_ENV
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What an evaluation alone has no use for.
@@ -62,6 +64,22 @@ def config_options(*, without: Set[str] = frozenset()) -> Callable[[F], F]:
         )(command)
 
     return add
+
+
+def unsafe_env_option(command: F) -> F:
+    """Add `--unsafe-env`, which the processes of the command's runs learn of by their variables."""
+
+    def allow(_: click.Context, __: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            os.environ[UNSAFE_ENV] = "1"
+
+    return click.option(
+        "--unsafe-env",
+        is_flag=True,
+        expose_value=False,
+        callback=allow,
+        help="Play an environment's package also where nothing can keep it in a box: it can do what you can do.",
+    )(command)
 
 
 def backend_options(command: F) -> F:

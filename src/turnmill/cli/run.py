@@ -25,6 +25,7 @@ from turnmill.cli.options import (
     backend_options,
     collect_flags,
     config_options,
+    unsafe_env_option,
 )
 from turnmill.cli.serve import step_option
 from turnmill.cli.show import at_root, find_run, json_option, load_metrics, root_option
@@ -64,6 +65,7 @@ figures_option = json_option("Print the figures of the run as one object; all el
 @click.option(
     "--eval-data", type=data_file, metavar="FILE", help="Held-out tasks (.jsonl), played after training by both models."
 )
+@unsafe_env_option
 @backend_options
 @root_option
 @figures_option
@@ -109,6 +111,7 @@ def demo(
 @click.option(
     "--data", "data_path", type=data_file, metavar="FILE", required=True, help="Tasks to evaluate on (.jsonl)."
 )
+@unsafe_env_option
 @backend_options
 @root_option
 @figures_option

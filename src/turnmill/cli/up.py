@@ -13,7 +13,7 @@ from turnmill.backends.embedded import open_bucket
 from turnmill.backends.embedded.bucket import HELD_OUT_SUFFIX, SIDECAR_SUFFIX, beside
 from turnmill.cli import render
 from turnmill.cli.narrator import Narrator
-from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
+from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options, unsafe_env_option
 from turnmill.cli.run import control_log, data_file, on_signals
 from turnmill.cli.show import at_root, find_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, WarningsShown, say
@@ -32,6 +32,7 @@ from turnmill.wiring.variables import log_format
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Of the API, on 127.0.0.1."
 )
+@unsafe_env_option
 @root_option
 @json_option("Print one object for each thing that happens.")
 @config_options()

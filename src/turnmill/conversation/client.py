@@ -113,11 +113,11 @@ class ChatClient:
         if status == ACCEPTED:
             status, body = await self._answer_of(status, body)
         if status != 200:
-            raise _chat_error(status, body)
+            raise chat_error(status, body)
         return self._reply(body, has_tokens=return_token_ids)
 
     async def _ask(self, url: Url, body: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        return await _ask(
+        return await ask(
             self._session,
             url,
             body,
@@ -223,7 +223,7 @@ class RolloutApi:
         except (TypeError, ValueError) as error:
             # An environment's words (half a surrogate pair, say): its own fault, and not that of the whole worker.
             raise InvalidInput(f"{route} can't be sent: {error}") from error
-        status, answer = await _ask(
+        status, answer = await ask(
             self._session,
             self._urls[route],
             content,
@@ -317,7 +317,7 @@ def _error_of(body: bytes, status: int) -> _Error:
     return _shaped_error(body) or _Error(message=body[:200].decode(errors="replace"), code=f"http_{status}")
 
 
-def _chat_error(status: int, body: bytes) -> Exception:
+def chat_error(status: int, body: bytes) -> Exception:
     error = _error_of(body, status)
     code = error.code or error.type or f"http_{status}"
     if status == 409:
@@ -327,7 +327,7 @@ def _chat_error(status: int, body: bytes) -> Exception:
     return InvalidInput(f"the proxy refused the request ({code}): {error.message}")
 
 
-async def _ask(
+async def ask(
     session: HttpClient,
     url: Url,
     body: bytes | None,

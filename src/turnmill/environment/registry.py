@@ -17,7 +17,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -96,12 +96,17 @@ def find(choice: EnvironmentChoice, *, root: Path | None = None) -> FoundEnviron
     return FoundEnvironment(choice=choice, kind=EnvironmentKind.PACKAGE, module=module, folder=folder)
 
 
+def is_built_in(choice: EnvironmentChoice) -> bool:
+    """Whether it means one of Turnmill's own, unless `find` says that it may mean two."""
+    return choice.origin is EnvironmentOrigin.ANY and choice.env_id in _BUILT_IN
+
+
 def load_built_in(choice: EnvironmentChoice) -> Environment:
     """A built-in environment; raises `InvalidInput` for a package: it may not run in this process.
 
     And for an argument that the environment does not have, one that it needs, and one whose value it refuses.
     """
-    if choice.origin is not EnvironmentOrigin.ANY or choice.env_id not in _BUILT_IN:
+    if not is_built_in(choice):
         raise InvalidInput(f"{choice.origin.parameter}: {choice.env_id!r} is no built-in environment")
     environment: Environment = _make(_BUILT_IN[choice.env_id], choice)
     return environment
@@ -138,14 +143,20 @@ def module_of(env_id: str) -> str:
     return env_id.replace("-", "_")
 
 
-def digest_of_folder(folder: Path) -> str:
-    """SHA-256 hex over the paths and the content of all files; hidden files and what tools leave there don't count."""
-    hasher = hashlib.sha256()
+def files_of(folder: Path) -> Iterator[Path]:
+    """What a package consists of, in a fixed order: all files but hidden ones and what tools leave there."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         is_made = any(part in _MADE_BY_TOOLS or part.startswith(".") or part.endswith(".egg-info") for part in parts)
-        if is_made or not path.is_file():
-            continue
+        if not is_made and path.is_file():
+            yield path
+
+
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 hex over the paths and the content of the package's files."""
+    hasher = hashlib.sha256()
+    for path in files_of(folder):
+        parts = path.relative_to(folder).parts
         hasher.update(f"{'/'.join(parts)}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
@@ -159,7 +170,7 @@ def digest_of_folder(folder: Path) -> str:
 def _check_package(choice: EnvironmentChoice, folder: Path) -> None:
     if not (folder / "pyproject.toml").is_file():
         raise InvalidInput(f"{choice.origin.parameter}: {folder} is no package: it has no pyproject.toml")
-    if _source_of(choice.env_id, folder) is None:
+    if source_of(choice.env_id, folder) is None:
         module = module_of(choice.env_id)
         raise InvalidInput(
             f"{choice.origin.parameter}: {folder} has no module {module}: write {module}/__init__.py or {module}.py "
@@ -167,7 +178,7 @@ def _check_package(choice: EnvironmentChoice, folder: Path) -> None:
         )
 
 
-def _source_of(env_id: str, folder: Path) -> Path | None:
+def source_of(env_id: str, folder: Path) -> Path | None:
     """Where the module of a package begins: in its folder, or in `src` of that."""
     module = module_of(env_id)
     candidates = [
@@ -204,7 +215,7 @@ def _not_found(choice: EnvironmentChoice, places: Iterable[Path]) -> NotFound:
 
 def _imported(found: FoundEnvironment) -> ModuleType:
     """The module; raises `InvalidInput` with the place in the package's code where it fails."""
-    source = None if found.folder is None else _source_of(found.choice.env_id, found.folder)
+    source = None if found.folder is None else source_of(found.choice.env_id, found.folder)
     if source is not None:
         place = source.parent.parent if source.name == "__init__.py" else source.parent
         # For good: a package may import its own parts later, and an installed one of that name must not win.

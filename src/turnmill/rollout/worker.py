@@ -16,14 +16,17 @@ nothing: its leases run out, and another worker plays these samples again.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 
 from turnmill.config import Config
 from turnmill.conversation.client import LeasedRollout, RolloutApi
 from turnmill.conversation.http import HttpClient, Sign
 from turnmill.environment.base import Environment
-from turnmill.errors import InvalidInput, LeaseLost, RoleFailed
+from turnmill.errors import InvalidInput, LeaseLost, RoleFailed, RolloutGivenBack
 from turnmill.records import InvalidReason, RolloutResult
+from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.boxed import BoxedRunner
 from turnmill.rollout.runner import InProcessRunner, Runner
 from turnmill.telemetry import log_at
 
@@ -41,22 +44,34 @@ async def run_worker(
     worker_token: str,
     name: str,
     config: Config,
-    environment: Environment,
+    environment: Environment | Settings,
     stop: asyncio.Event,
     sign: Sign | None = None,
 ) -> None:
-    """Play rollouts until `stop` is set. `sign` is for a proxy that only answers requests that are signed.
+    """Play rollouts until `stop` is set: here with an `Environment`, in boxes that are made by `Settings`.
 
-    Raises `InvalidInput` when the proxy refuses the worker token, `BackendUnavailable` when it stays away for a
-    minute.
+    `sign` is for a proxy that only answers requests that are signed. Raises `InvalidInput` when the proxy refuses the
+    worker token, or the environment does not load; `BackendUnavailable` when the proxy stays away for a minute.
     """
-    async with HttpClient(sign) as session:
-        runner = InProcessRunner(
-            environment,
-            session,
-            call_timeout_s=config.call_timeout_s,
-            training_timeout_s=config.training_timeout,
-        )
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(HttpClient(sign))
+        runner: Runner
+        if isinstance(environment, Settings):
+            boxed = BoxedRunner(
+                environment,
+                session,
+                num_slots=config.max_concurrent_rollouts,
+                max_attempts=config.max_attempts,
+                training_timeout_s=config.training_timeout,
+            )
+            runner = await stack.enter_async_context(boxed)
+        else:
+            runner = InProcessRunner(
+                environment,
+                session,
+                call_timeout_s=config.call_timeout_s,
+                training_timeout_s=config.training_timeout,
+            )
         api = RolloutApi(session, proxy_url, worker_token)
         await Worker(api, runner, name=name, config=config).run(stop)
 
@@ -125,7 +140,8 @@ class Worker:
             self._reporting.add(leased.lease_token)
             await self._report(leased, result)
             logger.debug("rollout reported: %s", result.reason or result.reward)
-        except LeaseLost as error:
+        except (LeaseLost, RolloutGivenBack) as error:
+            # The latter's lease runs out, as nobody renews it any more.
             logger.warning("rollout is not reported: %s", error)
 
     def _free(self, lease_token: str, _: asyncio.Task[None]) -> None:

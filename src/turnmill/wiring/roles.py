@@ -14,11 +14,14 @@ from typing import Any
 
 from turnmill import assets
 from turnmill.config import Config, from_dict
-from turnmill.environment.registry import find, load, load_built_in
+from turnmill.environment.base import Environment
+from turnmill.environment.registry import EnvironmentKind, find, is_built_in, load_built_in
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.engine import load_run
+from turnmill.pipeline.preparing import request_key
 from turnmill.ports import RunPorts
-from turnmill.records import Purpose, Run, RunKind
+from turnmill.records import EnvironmentChoice, PreflightRequest, Purpose, Run, RunKind, decode
+from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
@@ -80,6 +83,7 @@ def _orphaned(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
     """Knows the proxy only: it opens no queue and no record."""
     from turnmill.rollout.worker import run_worker
+    from turnmill.wiring.boxes import box_settings
 
     missing = [
         key for key in (variables.WORKER_TOKEN, variables.PROXY_URL, variables.WORKER_CONFIG) if key not in os.environ
@@ -87,12 +91,19 @@ async def _worker(root: Path, run_id: str, name: str, stop: asyncio.Event) -> No
     if missing:
         raise InvalidInput(f"a worker needs {', '.join(missing)} in its environment")
     config = from_dict(json.loads(os.environ[variables.WORKER_CONFIG]))
+    found = find(config.environment, root=root)
+    environment: Environment | Settings
+    if found.kind is EnvironmentKind.BUILT_IN:
+        environment = load_built_in(found.choice)
+    else:
+        log = root / "runs" / run_id / "logs" / f"{name}-environment.log"
+        environment = await asyncio.to_thread(box_settings, found, root, log=log, call_timeout_s=config.call_timeout_s)
     await run_worker(
         proxy_url=os.environ[variables.PROXY_URL],
         worker_token=os.environ[variables.WORKER_TOKEN],
         name=name,
         config=config,
-        environment=load_built_in(config.environment),
+        environment=environment,
         stop=stop,
         sign=variables.proxy_signer(),
     )
@@ -127,12 +138,23 @@ async def _proxy(root: Path, run_id: str, name: str, stop: asyncio.Event) -> Non
 
 
 async def _preflight(root: Path, run_id: str, name: str, stop: asyncio.Event) -> None:
-    """Has the run's blobs and nothing else."""
+    """Has the run's blobs and nothing else; the code of a package has a box beside it, and not even these."""
+    from turnmill.wiring.boxes import box_settings
+    from turnmill.wiring.running.boxed_preflight import run_boxed_preflight
     from turnmill.wiring.running.preflight import run_preflight
+
+    def settings_of(choice: EnvironmentChoice) -> Settings:
+        log = root / "runs" / run_id / "logs" / f"{name}-environment.log"
+        # There is no model that could be called.
+        return box_settings(find(choice, root=root), root, log=log, call_timeout_s=1.0)
 
     ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
-        await run_preflight(ports.blobs, name, stop=stop, load=lambda choice: load(find(choice, root=root)))
+        request = decode(await ports.blobs.get(request_key(name)), PreflightRequest)
+        if is_built_in(request.environment):
+            await run_preflight(ports.blobs, name, stop=stop, load=load_built_in)
+        else:
+            await run_boxed_preflight(ports.blobs, name, stop=stop, settings_of=settings_of)
     finally:
         ports.close()
 

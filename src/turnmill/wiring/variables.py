@@ -17,6 +17,8 @@ PROXY_LISTEN = "TURNMILL_PROXY_LISTEN"
 WORKER_CONFIG = "TURNMILL_WORKER_CONFIG"
 LOG_FORMAT = "TURNMILL_LOG_FORMAT"
 BACKEND = "TURNMILL_BACKEND"
+# `1`: packages of environments may be played where nothing keeps them in a box.
+UNSAFE_ENV = "TURNMILL_UNSAFE_ENV"
 
 
 def log_format() -> str:
@@ -25,6 +27,14 @@ def log_format() -> str:
     if form not in FORMATS:
         raise ConfigError(f"{LOG_FORMAT} = {printable(form)}: must be one of {', '.join(FORMATS)}")
     return form
+
+
+def is_unsafe_env_allowed() -> bool:
+    """Raises `ConfigError` for a value that says neither."""
+    value = os.environ.get(UNSAFE_ENV) or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{UNSAFE_ENV} = {printable(value)}: must be 1, 0 or empty")
+    return value == "1"
 
 
 def proxy_place() -> tuple[str, str, int]:

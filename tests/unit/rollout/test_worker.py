@@ -3,14 +3,12 @@
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
 
+from tests.unit.rollout.small_proxy import TOKEN, SmallProxy, small_proxy
 from turnmill.config import Config
 from turnmill.conversation.client import Retry, RolloutApi
 from turnmill.conversation.http import HttpClient
@@ -20,116 +18,6 @@ from turnmill.errors import BackendUnavailable, InvalidInput
 from turnmill.records import Task
 from turnmill.rollout.runner import InProcessRunner
 from turnmill.rollout.worker import Worker, run_worker
-
-TOKEN = "workertoken0123456789"
-
-
-class SmallProxy:
-    """Rollouts in memory, one attempt each."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.queue: asyncio.Queue[str] = asyncio.Queue()
-        # Lease bodies, with the number of rollouts given.
-        self.leases: list[tuple[dict[str, Any], int]] = []
-        self.heartbeats: list[dict[str, Any]] = []
-        self.reports: list[dict[str, Any]] = []
-        self.lost: set[str] = set()
-        # Status to answer a report with, by sample id.
-        self.refused: dict[str, int] = {}
-        self.reply = "crane"
-        self.may_chat = asyncio.Event()
-        self.may_chat.set()
-        self.may_report = asyncio.Event()
-        self.may_report.set()
-        self.num_reporting = 0
-        self.num_chatting = 0
-        self.most_chatting = 0
-        self.changed = asyncio.Condition()
-
-    async def until(self, condition: Any) -> None:
-        async with self.changed:
-            await self.changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def lease(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
-            return web.json_response({"error": {"message": "wrong token", "code": "invalid_api_key"}}, status=401)
-        given: list[str] = []
-        with suppress(TimeoutError):
-            given.append(await asyncio.wait_for(self.queue.get(), body["wait_s"]))
-        while len(given) < body["max_rollouts"] and not self.queue.empty():
-            given.append(self.queue.get_nowait())
-        self.leases.append((body, len(given)))
-        await self._notify()
-        return web.json_response({"rollouts": [self._rollout(sample_id) for sample_id in given]})
-
-    def _rollout(self, sample_id: str) -> dict[str, Any]:
-        return {
-            "request": {
-                "sample_id": sample_id,
-                "timestamp": "2026-01-01T00:00:00Z",
-                "max_length": 100,
-                "rewards": {"range": [0.0, 1.0]},
-                "data": {"prompt": "Guess.", "answer": "crane"},
-            },
-            "attempt": 1,
-            "base_url": f"{self.url}/a/chat-{sample_id}/v1",
-            "report_secret": f"report-{sample_id}",
-            "deadline": time.time() + 60,
-            "lease_token": f"lease-{sample_id}",
-            "lease_s": 1,
-        }
-
-    async def heartbeat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.heartbeats.append(body)
-        await self._notify()
-        return web.json_response({"lost": [token for token in body["lease_tokens"] if token in self.lost]})
-
-    async def chat(self, request: web.Request) -> web.Response:
-        self.num_chatting += 1
-        self.most_chatting = max(self.most_chatting, self.num_chatting)
-        await self._notify()
-        try:
-            await self.may_chat.wait()
-        finally:
-            self.num_chatting -= 1
-        choice = {"message": {"role": "assistant", "content": self.reply}, "finish_reason": "stop"}
-        return web.json_response({"choices": [choice]})
-
-    async def report(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        assert request.headers["Authorization"] == f"Bearer report-{body['id']}"
-        self.num_reporting += 1
-        await self._notify()
-        await self.may_report.wait()
-        if status := self.refused.pop(body["id"], None):
-            return web.json_response({"error": {"message": "refused"}}, status=status)
-        self.reports.append(body)
-        await self._notify()
-        return web.json_response({"status": "recorded"})
-
-
-@asynccontextmanager
-async def small_proxy() -> AsyncIterator[SmallProxy]:
-    proxy = SmallProxy()
-    app = web.Application()
-    for name in ("lease", "heartbeat", "report"):
-        app.router.add_post(f"/v1/rollouts/{name}", getattr(proxy, name))
-    app.router.add_post("/a/{secret}/v1/chat/completions", proxy.chat)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield proxy
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -44,6 +44,7 @@ from turnmill.ports import RecordStore, RunPorts
 from turnmill.records import Run, RunKind, RunStatus, Task
 from turnmill.wiring import variables
 from turnmill.wiring.backend import backend_of
+from turnmill.wiring.boxes import check_box
 from turnmill.wiring.reading.costs import admission
 from turnmill.wiring.reading.runs import as_seen, began
 from turnmill.wiring.running.cancelling import cancellable
@@ -99,6 +100,7 @@ def check_order(root: Path, order: Order) -> None:
         raise InvalidInput(f"base_model folder {folder} has no .safetensors file; other weight formats are not loaded")
     check_task = task_check(root, order.resolved.config)
     check_secrets(load_judges(root, order.resolved.config.judges), os.environ)
+    check_box(find(order.resolved.config.environment, root=root))
     for path in (order.data, order.eval_data):
         if path is not None:
             _check_tasks(check_task, path)

@@ -106,19 +106,24 @@ async def run_preflight(
     tasks = choose(await asyncio.to_thread(read_tasks, Path(request.data_path)), request.seed)
 
     async def leave(report: PreflightReport) -> None:
-        for check in report.checks:
-            level = logging.ERROR if check.state is CheckState.FAILED else logging.INFO
-            logger.log(level, "preflight: %s: %s: %s", check.name, check.state, check.detail)
-        await blobs.put(report_key(name), encode(report))
+        await leave_report(blobs, name, report)
 
     def bark(text: str) -> None:
         asyncio.run(leave(PreflightReport(checks=(Check(name="limits", state=CheckState.FAILED, detail=text),))))
 
     watchdog = Watchdog(request.play_s + grace_s, bark)
     try:
-        await _unless(stop, _check(request, tasks, watchdog, leave, load))
+        await unless_stopped(stop, _check(request, tasks, watchdog, leave, load))
     finally:
         watchdog.close()
+
+
+async def leave_report(blobs: BlobStore, name: str, report: PreflightReport) -> None:
+    """Log it, and put it where the pipeline looks for it."""
+    for check in report.checks:
+        level = logging.ERROR if check.state is CheckState.FAILED else logging.INFO
+        logger.log(level, "preflight: %s: %s: %s", check.name, check.state, check.detail)
+    await blobs.put(report_key(name), encode(report))
 
 
 async def _check(
@@ -138,7 +143,8 @@ async def _check(
     await leave(await preflight(environment, tasks, request, playing=watchdog.next))
 
 
-async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> None:
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[None]) -> None:
+    """Do the work, or end it when told to stop."""
     working = asyncio.ensure_future(work)
     stopped = asyncio.create_task(stop.wait(), name="stop")
     try:

@@ -1,0 +1,93 @@
+"""The preflight of a package, whose code runs in a box: here its report is awaited, and limits are watched.
+
+request blob -> find, box -> Examine -> (in the box: environment.preflight) -> Examined -> report blob
+                                  '-> it hangs or ends: a report that says so
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from turnmill.conversation.http import HttpClient
+from turnmill.environment.preflight import choose
+from turnmill.errors import InvalidInput, printable
+from turnmill.intake.dataset import read_tasks
+from turnmill.pipeline.preparing import request_key
+from turnmill.ports import BlobStore
+from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, Task, decode
+from turnmill.rollout.box.box import Box, BoxEnded, LoadError
+from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.box.relay import Relay
+from turnmill.telemetry import redact
+from turnmill.wiring.running.preflight import leave_report, unless_stopped
+
+logger = logging.getLogger(__name__)
+_DETAIL_LENGTH = 2000
+# How much later than a blocked event loop one play is cut off that lets itself not be ended.
+_MARGIN_S = 5.0
+
+
+async def run_boxed_preflight(
+    blobs: BlobStore,
+    name: str,
+    *,
+    stop: asyncio.Event,
+    settings_of: Callable[[EnvironmentChoice], Settings],
+    grace_s: float = 3.0,
+) -> None:
+    """Do what the request of `name` asks for and leave its report; ends early, without one, when told to stop.
+
+    `grace_s`: what an environment has beyond its own limit to give its process back.
+    """
+    request = decode(await blobs.get(request_key(name)), PreflightRequest)
+    tasks = choose(await asyncio.to_thread(read_tasks, Path(request.data_path)), request.seed)
+
+    async def examine() -> None:
+        await leave_report(blobs, name, await _examined(request, tasks, settings_of, request.play_s + grace_s))
+
+    await unless_stopped(stop, examine())
+
+
+async def _examined(
+    request: PreflightRequest,
+    tasks: Sequence[Task],
+    settings_of: Callable[[EnvironmentChoice], Settings],
+    limit_s: float,
+) -> PreflightReport:
+    """The report; where the box says nothing any more, one of its own."""
+    what = "loading the environment"
+
+    def playing(next_one: str) -> None:
+        nonlocal what
+        what = printable(next_one, limit=200)
+        logger.info("preflight: %s", what)
+
+    playing(what)
+    async with HttpClient() as session:
+        # There is no model, so nothing is let through.
+        relay = Relay(session, call_timeout_s=limit_s)
+        try:
+            settings = await asyncio.to_thread(settings_of, request.environment)
+            box = await Box.start(replace(settings, block_s=limit_s), relay)
+        except (InvalidInput, LoadError) as error:
+            return _failed("loads", str(error))
+        try:
+            # Where the data lies is not its business.
+            report = await box.examine(
+                replace(request, data_path=""), tasks, playing=playing, limit_s=limit_s + _MARGIN_S
+            )
+        except BoxEnded as error:
+            return _failed("limits", f"{what}: {error}")
+        finally:
+            await asyncio.shield(box.close())
+    return replace(report, checks=tuple(replace(check, detail=_shown(check.detail)) for check in report.checks))
+
+
+def _failed(name: str, detail: str) -> PreflightReport:
+    return PreflightReport(checks=(Check(name=name, state=CheckState.FAILED, detail=_shown(detail)),))
+
+
+def _shown(detail: str) -> str:
+    return printable(redact(detail), limit=_DETAIL_LENGTH)
