@@ -22,11 +22,11 @@ PAGE = ROOT / "docs" / "results" / "wordle-demo.md"
 MAX_TRAIN_S = 240.0
 
 
-def run_demo(seed: int, root: Path) -> dict[str, Any]:
-    """The demo's JSON line with the machine's load before and after."""
+def run_turnmill(*command: str, seed: int, root: Path) -> dict[str, Any]:
+    """The JSON line of a command that trains, with the machine's load before and after."""
     before = os.getloadavg()[0]
-    command = [sys.executable, "-m", "turnmill", "demo", "--json", "--seed", str(seed), "--root", str(root)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    line = [sys.executable, "-m", "turnmill", *command, "--json", "--seed", str(seed), "--root", str(root)]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**figures, "load_before": round(before, 2), "load_after": round(os.getloadavg()[0], 2)}
 
@@ -74,7 +74,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
-            rows.append(run_demo(seed, Path(folder) / str(seed)))
+            rows.append(run_turnmill("demo", seed=seed, root=Path(folder) / str(seed)))
             print(json.dumps(rows[-1]), flush=True)
     if args.write:
         PAGE.parent.mkdir(parents=True, exist_ok=True)

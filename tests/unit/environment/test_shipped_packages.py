@@ -13,7 +13,7 @@ from turnmill.records import CheckState, PreflightReport, decode
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("env_id", ["my-custom-env"])
+@pytest.mark.parametrize("env_id", ["my-custom-env", "sql-agent"])
 def test_a_shipped_package_is_found_loads_and_passes_each_check(env_id: str) -> None:
     data = REPOSITORY / "custom-environments" / env_id / "data" / "train.jsonl"
     ended = subprocess.run(
@@ -30,7 +30,7 @@ def test_a_shipped_package_is_found_loads_and_passes_each_check(env_id: str) -> 
     assert report.mean_rewards["gold"] == 1.0 and report.mean_rewards["garbage"] < 0.2
 
 
-@pytest.mark.parametrize("env_id", ["my-custom-env"])
+@pytest.mark.parametrize("env_id", ["my-custom-env", "sql-agent"])
 def test_the_data_of_a_shipped_package_is_valid_and_held_out_rows_are_others(env_id: str) -> None:
     folder = REPOSITORY / "custom-environments" / env_id / "data"
     reports = [validate(folder / name) for name in ("train.jsonl", "eval.jsonl")]

@@ -1,0 +1,1 @@
+"""Parts of the tiny model for `sql-agent`; `models.make_sql_model` puts them together."""
