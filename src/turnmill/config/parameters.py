@@ -64,7 +64,9 @@ class Config:
         "calls that ask for other sampling than the run's: refused, or played and recorded as asked",
         choices=("refuse", "record"),
     )
-    served_model_names: tuple[str, ...] = param((), "names of the model for agents, beside turnmill and that of the base model")
+    served_model_names: tuple[str, ...] = param(
+        (), "names of the model for agents, beside turnmill and that of the base model"
+    )
 
     # Batches
     max_steps: int = param(100, "optimizer steps", ge=1, le=100000)
