@@ -10,7 +10,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-aws check format test test-aws test-control-plane verify faults bench bench-peers docs clean
+.PHONY: install demo demo-aws check format test test-aws test-control-plane test-agents test-examples verify faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # What the tests of an extra need that is too heavy for everybody.
 $(VENV)/.mlflow: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[mlflow]' -c constraints.txt
+	@touch $@
+
+# Agents and environments of others that the tests play unmodified.
+$(VENV)/.agents: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[verifiers]' 'pydantic-ai-slim[openai]' -c constraints.txt
 	@touch $@
 
 demo: install
@@ -57,10 +62,25 @@ test-control-plane: install
 test-aws: install
 	$(BIN)/pytest -n 2 tests/aws tests/contracts $(TEST_ARGS)
 
+# What agents and environments of others are promised: clients as they are, tools in chat templates, branches, kills in
+# conversations, environments and their boxes, the tool-calling example trained. It ends with the figures; `make verify`
+# runs it too.
+AGENT_TESTS := tests/unit/conversation tests/unit/environment tests/unit/generation tests/unit/rollout tests/unit/serving \
+  tests/unit/training/test_training_branches.py tests/unit/training/test_training_samples.py tests/e2e/test_agent_calls.py \
+  tests/e2e/test_boxed_runs.py tests/e2e/test_branches.py tests/e2e/test_choices_and_texts.py tests/e2e/test_conversations.py \
+  tests/e2e/test_group_rewards.py tests/e2e/test_kills_in_conversations.py tests/e2e/test_openai_agents.py \
+  tests/e2e/test_sql_agent_learns.py tests/e2e/test_tool_agents.py
+test-agents: $(VENV)/.agents test-examples
+	$(BIN)/pytest -n 2 $(AGENT_TESTS) $(TEST_ARGS)
+
+# The tests that the examples in custom-environments bring with them.
+test-examples: install
+	$(foreach folder,$(wildcard custom-environments/*/tests),$(BIN)/pytest $(folder) && )true
+
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
-verify: check $(VENV)/.mlflow
-	$(BIN)/pytest -n 2
+verify: check $(VENV)/.mlflow $(VENV)/.agents test-examples
+	$(BIN)/pytest -n 2 $(if $(FULL),,-m "not long")
 	$(if $(FULL),$(MAKE) faults)
 	$(MAKE) bench
 

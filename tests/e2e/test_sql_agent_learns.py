@@ -10,7 +10,7 @@ from benchmarks.sql_curve import problems, run_seed
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_the_sql_agent_learns(seed: int, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     figures = run_seed(seed, tmp_path)
     record_property(
