@@ -67,7 +67,7 @@ test-aws: install
 # runs it too.
 AGENT_TESTS := tests/unit/conversation tests/unit/environment tests/unit/generation tests/unit/rollout tests/unit/serving \
   tests/unit/training/test_training_branches.py tests/unit/training/test_training_samples.py tests/e2e/test_agent_calls.py \
-  tests/e2e/test_boxed_runs.py tests/e2e/test_branches.py tests/e2e/test_choices_and_texts.py tests/e2e/test_conversations.py \
+  tests/e2e/test_boxed_runs.py tests/e2e/test_trained_branches.py tests/e2e/test_choices_and_texts.py tests/e2e/test_conversations.py \
   tests/e2e/test_group_rewards.py tests/e2e/test_kills_in_conversations.py tests/e2e/test_openai_agents.py \
   tests/e2e/test_sql_agent_learns.py tests/e2e/test_tool_agents.py
 test-agents: $(VENV)/.agents test-examples

@@ -82,7 +82,9 @@ async def test_tokens_are_told_to_who_asks_for_them(world: "World") -> None:
 async def test_tokens_are_told_with_answers_that_come_later(world: "World") -> None:
     rollout = await world.begin()
     wish = {"logprobs": True, "return_token_ids": True, "headers": {"Prefer": "respond-async"}}
+    world.replica.may_answer.clear()
     step = (await world.chat(rollout, "Guess.", **wish)).body["step_id"]
+    world.replica.may_answer.set()
     answer = await world.get(f"{rollout['base_url']}/chat/completions/{step}", Prefer="wait=20")
     assert answer.body["prompt_token_ids"] == [7] * 5
     assert len(answer.body["choices"][0]["logprobs"]["content"]) == 2
