@@ -74,6 +74,8 @@ async def poll_preflight(ctx: StageContext, handle: Handle) -> Running | Done:
     report = replace(found, checks=(*found.checks, *capacity))
     if report.failed:
         raise EnvironmentFailed(_failure(ctx.config.environment.env_id, report))
+    for check in report.warnings:
+        logger.warning("preflight: %s: %s", check.name, check.detail, extra={"at": ctx.run.run_id})
     return Done(result=_plain(report))
 
 
