@@ -57,7 +57,9 @@ def choose(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 def rest(tasks: Sequence[Task], chosen: Sequence[Task]) -> list[Task]:
     """The tasks that are not played, as many of them as can be looked at."""
-    ids, found, num_bytes = {task.id for task in chosen}, [], 0
+    ids = {task.id for task in chosen}
+    found: list[Task] = []
+    num_bytes = 0
     for task in tasks:
         if task.id in ids:
             continue

@@ -117,9 +117,9 @@ def rollout_of(task: Task, chat: WatchedChat, result: RolloutResult) -> Rollout 
 
 def difference(first: Play, again: Play) -> str | None:
     """How the second of two plays with the same words is another one than the first; None: it is the same."""
-    for number, (one, other) in enumerate(zip(first.calls, again.calls, strict=False), 1):
-        if one != other:
-            return f"call {number} {_other_request(decode(one, dict), decode(other, dict))}"
+    for number, (asked, later) in enumerate(zip(first.calls, again.calls, strict=False), 1):
+        if asked != later:
+            return f"call {number} {_other_request(decode(asked, dict), decode(later, dict))}"
     if first.num_turns != again.num_turns:
         return f"{count(first.num_turns, 'call')}, then {again.num_turns}"
     one, other = first.result, again.result

@@ -230,7 +230,8 @@ class Box:
     ) -> PreflightReport:
         """Have tasks played without a model, and others looked at.
 
-        `playing` is told what is about to be done, which may take `limit_s`. Raises `BoxEnded`, also where it takes longer.
+        `playing` is told what is about to be done, which may take `limit_s`. Raises `BoxEnded`, also where it takes
+        longer.
         """
         self._examination = asyncio.Queue()
         self._send(Examine(request=request, tasks=list(tasks), others=list(others)))

@@ -47,22 +47,27 @@ async def run_boxed_preflight(
 
 
 async def examine_boxed(
-    request: PreflightRequest, *, settings_of: Callable[[EnvironmentChoice], Settings], grace_s: float = 3.0
+    request: PreflightRequest,
+    *,
+    settings_of: Callable[[EnvironmentChoice], Settings],
+    playing: Callable[[str], None] = lambda what: None,
+    grace_s: float = 3.0,
 ) -> PreflightReport:
     """The report; where the box says nothing any more, one of its own. Raises `DataError`.
 
-    `grace_s` as in `run_boxed_preflight`.
+    `playing` is told what is about to be done; `grace_s` as in `run_boxed_preflight`.
     """
     tasks, others = await rows_of(request)
     limit_s = request.play_s + grace_s
     what = "loading the environment"
 
-    def playing(next_one: str) -> None:
+    def begins(next_one: str) -> None:
         nonlocal what
         what = printable(next_one, limit=200)
         logger.info("preflight: %s", what)
+        playing(what)
 
-    playing(what)
+    begins(what)
     async with HttpClient() as session:
         # There is no model, so nothing is let through.
         relay = Relay(session, call_timeout_s=limit_s)
@@ -74,7 +79,7 @@ async def examine_boxed(
         try:
             # Where the data lies is not its business.
             report = await box.examine(
-                replace(request, data_path=""), tasks, others, playing=playing, limit_s=limit_s + _MARGIN_S
+                replace(request, data_path=""), tasks, others, playing=begins, limit_s=limit_s + _MARGIN_S
             )
         except BoxEnded as error:
             return _failed("limits", f"{what}: {error}")
