@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +28,11 @@ from turnmill.cli.options import (
     config_options,
     unsafe_env_option,
 )
-from turnmill.cli.show import DEFAULT_ROOT, at_root, json_option, root_option
+from turnmill.cli.show import at_root, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
 from turnmill.config import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, Config, load_config, parameter_names
 from turnmill.environment.packaging import pack, unpack
-from turnmill.environment.registry import PACKAGES, EnvironmentKind, FoundEnvironment, digest_of_folder
+from turnmill.environment.registry import PACKAGES, EnvironmentKind, digest_of_folder
 from turnmill.environment.scaffold import Style, new_package
 from turnmill.errors import InvalidInput, printable
 from turnmill.records import CheckState, PreflightReport
@@ -41,9 +41,7 @@ from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.running.control import resolve
 
 # Those that Preflight reads.
-_READ = frozenset(
-    (*ENVIRONMENT_PARAMETERS, *"base_model judges seed max_length training_timeout group_rewards".split())
-)
+_READ = {*ENVIRONMENT_PARAMETERS, *"base_model judges seed max_length training_timeout group_rewards".split()}
 _STYLES = {
     CheckState.OK: "green",
     CheckState.FAILED: "bold red",
@@ -89,17 +87,24 @@ def new_command(name: str, style: str, into: Path | None, root: Path, as_json: b
 
     As it is it can be validated, checked and trained on.
     """
-    folder = new_package(name, Style(style), into or root / PACKAGES, root_option=at_root(root))
+    folder = new_package(name, Style(style), into or root / PACKAGES)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if as_json:
         click.echo(json.dumps({"env_id": name, "style": style, "folder": str(folder), "files": files}))
         return
     console = PlainConsole()
     say(console, Text.assemble(("made ", "bold green"), f"{folder}: {', '.join(files)}"))
-    given = name if into is None else _as_path(folder)
-    say(console, command(f"next: turnmill env validate {given}{at_root(root)}"))
     data = shlex.quote(str(folder / "data" / "train.jsonl"))
-    say(console, command(f"      turnmill env preflight {given} --data {data}{at_root(root)}"))
+    given = name if into is None else _as_path(folder)
+    say(console, "next:")
+    for line in (
+        f"turnmill env validate {given}{at_root(root)}",
+        f"turnmill env preflight {given} --data {data}{at_root(root)}",
+        f"turnmill run --use-custom-env --custom-env-id {name} --data {data} --base-model MODEL{at_root(root)}",
+    ):
+        say(console, command(f"  {line}"))
+    if into is not None and into.name != PACKAGES:
+        say(console, f"(runs find it in {PACKAGES}, of the deployment or where they are started)")
 
 
 def _as_path(folder: Path) -> str:
@@ -125,7 +130,7 @@ def validate_command(ctx: click.Context, given: str, env_args: str, root: Path, 
     found = environments.locate(given, root=root, env_args=_arguments(env_args))
     with _work(f"loading {found.choice.env_id}") as (log, _):
         report = run_loop(environments.validate(found, root, log=log))
-        _show(found, report, as_json, log)
+        _show(report, as_json, log)
     if report.failed:
         ctx.exit(EXIT_INVALID_INPUT)
 
@@ -149,9 +154,7 @@ def _arguments(text: str) -> dict[str, Any]:
 @root_option
 @json_option("Print the report as one object.")
 @config_options(without=frozenset(parameter_names()) - _READ)
-@click.pass_context
 def preflight_command(
-    ctx: click.Context,
     given: str | None,
     data_path: Path,
     config_file: Path | None,
@@ -168,9 +171,9 @@ def preflight_command(
     found = None if given is None else environments.locate(given, root=root, env_args=config.env_args)
     with _work("playing without a model") as (log, playing):
         report = run_loop(environments.preflight_of(config, data_path, root, found=found, log=log, playing=playing))
-        _show(found, report, as_json, log)
+        _show(report, as_json, log)
     if report.failed:
-        ctx.exit(EXIT_FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _config(file: Path | None, flags: dict[str, object], *, is_given: bool) -> Config:
@@ -197,7 +200,7 @@ def _work(what: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
         yield Path(folder) / "log", lambda text: status.update(Text(f"{what}: {text}"))
 
 
-def _show(found: FoundEnvironment | None, report: PreflightReport, as_json: bool, log: Path) -> None:
+def _show(report: PreflightReport, as_json: bool, log: Path) -> None:
     if as_json:
         click.echo(msgspec.json.encode({"ok": not report.failed, **msgspec.to_builtins(report)}))
         return
@@ -207,7 +210,7 @@ def _show(found: FoundEnvironment | None, report: PreflightReport, as_json: bool
     else:
         # One check a line, for grep and logs.
         for check in report.checks:
-            click.echo(f"{check.state:11} {check.name:12} {check.detail}")
+            click.echo(f"{check.state.replace('_', ' '):11} {check.name:12} {check.detail}")
     for line in _figures(report):
         say(console, line)
     if report.failed and (tail := _tail(log)):

@@ -47,11 +47,10 @@ _PLACES = {
 }
 
 
-def new_package(env_id: str, style: Style, packages: Path, *, root_option: str = "") -> Path:
+def new_package(env_id: str, style: Style, packages: Path) -> Path:
     """Make the package `env_id` in the folder `packages`; it appears as a whole, or not at all.
 
-    `root_option` is what a command needs to find the deployment that plays it. Raises `InvalidInput` for a name that
-    can't be used, and where something is there already.
+    Raises `InvalidInput` for a name that can't be used, and where something is there already.
     """
     check_name(env_id)
     target = packages / env_id
@@ -64,7 +63,7 @@ def new_package(env_id: str, style: Style, packages: Path, *, root_option: str =
         raise InvalidInput(f"{packages}: can't write there: {error.strerror}") from error
     try:
         folder = aside / env_id
-        _write(folder, _values(env_id, style, target, root_option), style)
+        _write(folder, _values(env_id, style), style)
         check_package(folder, env_id)
         folder.rename(target)
     finally:
@@ -73,19 +72,17 @@ def new_package(env_id: str, style: Style, packages: Path, *, root_option: str =
 
 
 def check_name(env_id: str) -> None:
-    """Raises `InvalidInput` for what is no good name of a new package: no identifier as a module, or one that is taken."""
+    """Raises `InvalidInput` for what is no good name of a new package: its module must be an identifier, and new."""
     module = module_of(env_id)
     if not module.isidentifier() or not module.isascii() or len(env_id) > 100:
         raise InvalidInput(f"{env_id!r} is no name for an environment: letters, digits, - and _, and a letter first")
     if env_id in environment_ids():
         raise InvalidInput(f"{env_id!r} is the name of a built-in environment: take another one")
     if keyword.iskeyword(module) or importlib.util.find_spec(module) is not None:
-        raise InvalidInput(
-            f"{env_id!r}: Python has a module {module} here, or means something else by it: take another"
-        )
+        raise InvalidInput(f"{env_id!r}: Python knows {module} as something else here: take another name")
 
 
-def _values(env_id: str, style: Style, target: Path, root_option: str) -> dict[str, str]:
+def _values(env_id: str, style: Style) -> dict[str, str]:
     module = module_of(env_id)
     return {
         "env_id": env_id,
@@ -93,8 +90,6 @@ def _values(env_id: str, style: Style, target: Path, root_option: str) -> dict[s
         "class_name": "".join(part[:1].upper() + part[1:] for part in module.split("_")),
         "title": f"The environment {env_id}.",
         "requirements": _REQUIREMENTS[style],
-        "place": str(target),
-        "root_option": root_option,
     }
 
 
