@@ -231,7 +231,7 @@ def _table(report: PreflightReport) -> Table:
 def _figures(report: PreflightReport) -> Iterator[str]:
     if report.tasks:
         means = ", ".join(f"{script} {mean:.3g}" for script, mean in report.mean_rewards.items()) or "none"
-        yield f"{len(report.tasks)} tasks played, {report.num_turns} turns; mean reward: {means}"
+        yield f"{len(report.tasks)} tasks, {report.num_turns} turns; mean reward: {means}"
     num_failed, num_warnings = len(report.failed), len(report.warnings)
     warned = f", {num_warnings} with a warning" if num_warnings else ""
     yield f"{num_failed} of {len(report.checks)} checks failed{warned}" if num_failed else f"no check failed{warned}"

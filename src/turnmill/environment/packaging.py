@@ -148,7 +148,7 @@ def unpack(archive: Path, packages: Path, *, replace: bool = False) -> Path:
         target = packages / env_id
         if target.exists() or target.is_symlink():
             if not replace:
-                raise InvalidInput(f"{target} is there already: remove it, or rename the package")
+                raise InvalidInput(f"{target} is there already: replace it (--force), or rename the package")
             target.rename(aside / _REPLACED)
         (aside / env_id).rename(target)
         return target

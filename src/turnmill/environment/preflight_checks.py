@@ -66,7 +66,7 @@ def checks_of(findings: Findings) -> tuple[Check, ...]:
     return (
         _tasks(findings),
         _data(findings),
-        failed_by("limits", [findings.hangs] if findings.hangs else [], _ends_text(findings)),
+        _limits(findings),
         _valid(findings, "play", plain, (InvalidReason.ENV_ERROR, InvalidReason.INFRA), "no error in play"),
         _valid(
             findings,
@@ -141,10 +141,12 @@ def _fields(names: Collection[str]) -> str:
 # ---------------------------------------------------------------- ends
 
 
-def _ends_text(findings: Findings) -> str:
+def _limits(findings: Findings) -> Check:
+    if findings.hangs is None and not findings.plays:
+        return Check(name="limits", state=CheckState.NOT_CHECKED, detail="nothing was played")
     turns = max((play.num_turns for play in findings.plays), default=0)
-    limit_s = findings.request.play_s
-    return f"each conversation ends within {limit_s:g} s, after {count(turns, 'turn')} at most"
+    text = f"each conversation ends within {findings.request.play_s:g} s, after {count(turns, 'turn')} at most"
+    return failed_by("limits", [findings.hangs] if findings.hangs else [], text)
 
 
 def _valid(findings: Findings, name: str, plays: Sequence[Play], reasons: Sequence[InvalidReason], text: str) -> Check:

@@ -40,7 +40,7 @@ from turnmill.rollout.box.relay import Relay
 from turnmill.telemetry import redact
 from turnmill.wiring.boxes import box_settings, check_box
 from turnmill.wiring.running.boxed_preflight import examine_boxed
-from turnmill.wiring.running.preflight import examine
+from turnmill.wiring.running.preflight import examine, rows_of
 
 # There is no model that could be called.
 _CALL_TIMEOUT_S = 1.0
@@ -178,7 +178,7 @@ async def preflight_of(
     chosen = found or find(config.environment, root=root)
     request = replace(preflight_request(config, str(data), is_training=True), environment=chosen.choice)
     if chosen.kind is EnvironmentKind.BUILT_IN:
-        return await examine(request, load=load_built_in, playing=playing)
+        return await examine(request, await rows_of(request), load=load_built_in, playing=playing)
     check_box(chosen)
     judges = load_judges(root, config.judges)
     check_secrets(judges, os.environ)

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 # How much later `faulthandler` ends a process whose watchdog got no turn.
 _LAST_RESORT_S = 5.0
 _EXIT_HANGS = 1
+# Tasks that are played, and those that are looked at.
+Rows = tuple[list[Task], list[Task]]
 _LEVELS = {CheckState.FAILED: logging.ERROR, CheckState.WARNING: logging.WARNING}
 
 
@@ -104,6 +106,7 @@ async def run_preflight(
     `grace_s`: what an environment has beyond its own limit to give its process back.
     """
     request = decode(await blobs.get(request_key(name)), PreflightRequest)
+    rows = await rows_of(request)
 
     async def leave(report: PreflightReport) -> None:
         await leave_report(blobs, name, report)
@@ -113,7 +116,7 @@ async def run_preflight(
 
     watchdog = Watchdog(request.play_s + grace_s, bark)
     try:
-        await unless_stopped(stop, _check(request, watchdog, leave, load))
+        await unless_stopped(stop, _check(request, rows, watchdog, leave, load))
     finally:
         watchdog.close()
 
@@ -129,21 +132,26 @@ async def leave_report(blobs: BlobStore, name: str, report: PreflightReport) -> 
 
 async def _check(
     request: PreflightRequest,
+    rows: Rows,
     watchdog: Watchdog,
     leave: Callable[[PreflightReport], Awaitable[None]],
     load: Callable[[EnvironmentChoice], Environment],
 ) -> None:
-    await leave(await examine(request, load=load, playing=watchdog.next))
+    await leave(await examine(request, rows, load=load, playing=watchdog.next))
 
 
 async def examine(
-    request: PreflightRequest, *, load: Callable[[EnvironmentChoice], Environment], playing: Callable[[str], None]
+    request: PreflightRequest,
+    rows: Rows,
+    *,
+    load: Callable[[EnvironmentChoice], Environment],
+    playing: Callable[[str], None],
 ) -> PreflightReport:
-    """What is found out about an environment whose code may run in this process; raises `DataError`.
+    """What is found out about an environment whose code may run in this process.
 
     `playing` is told what is about to be done, for a watchdog.
     """
-    played, others = await rows_of(request)
+    played, others = rows
     playing("loading the environment")
     try:
         environment = load(request.environment)
@@ -153,8 +161,8 @@ async def examine(
     return await preflight(environment, played, request, others=others, playing=playing)
 
 
-async def rows_of(request: PreflightRequest) -> tuple[list[Task], list[Task]]:
-    """The tasks that are played, and those that are looked at; raises `DataError`."""
+async def rows_of(request: PreflightRequest) -> Rows:
+    """Of the request's file; raises `DataError`."""
     tasks = await asyncio.to_thread(read_tasks, Path(request.data_path))
     played = choose(tasks, request.seed)
     return played, rest(tasks, played)
