@@ -146,11 +146,17 @@ def unpack(archive: Path, packages: Path, *, replace: bool = False) -> Path:
         env_id = _extract(archive, aside)
         check_package(aside / env_id, env_id)
         target = packages / env_id
-        if target.exists() or target.is_symlink():
-            if not replace:
-                raise InvalidInput(f"{target} is there already: replace it (--force), or rename the package")
+        is_there = target.exists() or target.is_symlink()
+        if is_there and not replace:
+            raise InvalidInput(f"{target} is there already: replace it (--force), or rename the package")
+        if is_there:
             target.rename(aside / _REPLACED)
-        (aside / env_id).rename(target)
+        try:
+            (aside / env_id).rename(target)
+        except BaseException:
+            if is_there:
+                (aside / _REPLACED).rename(target)
+            raise
         return target
     finally:
         shutil.rmtree(aside)

@@ -32,7 +32,7 @@ class Needy(Echo):
     """Its reward needs a field of `info`."""
 
     def reward(self, task: Task, said: str) -> float:
-        return float(said == task.metadata["answer"]) * task.metadata["info"]["worth"]
+        return float(said == task.metadata["answer"]) * float(task.metadata["info"]["worth"])
 
 
 # ---------------------------------------------------------------- data

@@ -85,7 +85,18 @@ async def examine_boxed(
             return _failed("limits", f"{what}: {error}")
         finally:
             await asyncio.shield(box.close())
-    return replace(report, checks=tuple(replace(check, detail=_shown(check.detail)) for check in report.checks))
+    return _printable(report)
+
+
+def _printable(report: PreflightReport) -> PreflightReport:
+    """What a box says is shown to people."""
+    return replace(
+        report,
+        checks=tuple(
+            replace(check, name=printable(check.name), detail=_shown(check.detail)) for check in report.checks
+        ),
+        mean_rewards={printable(script): mean for script, mean in report.mean_rewards.items()},
+    )
 
 
 def _failed(name: str, detail: str) -> PreflightReport:
