@@ -1,4 +1,4 @@
-"""Files that ship with the package: the tiny base model, the Wordle tasks, the price list."""
+"""Files that ship with the package: tiny base models, the Wordle tasks, the price list, templates of environments."""
 
 import os
 from pathlib import Path
@@ -27,3 +27,8 @@ def prices_file() -> Path:
 def wordle_data(part: str) -> Path:
     """The shipped tasks: `part` is `train` or `eval`."""
     return _HERE / "wordle" / f"{part}.jsonl"
+
+
+def environment_template(style: str) -> Path:
+    """Folder with the files of a new environment of this style; `common` holds those that all styles have."""
+    return _HERE / "environments" / style

@@ -11,6 +11,7 @@ from turnmill.cli.data import data
 from turnmill.cli.deploy import deploy
 from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
+from turnmill.cli.env import env
 from turnmill.cli.errors import SectionedGroup
 from turnmill.cli.external import external
 from turnmill.cli.logs import logs
@@ -23,7 +24,7 @@ from turnmill.cli.show import runs, status, watch
 from turnmill.cli.up import cancel, up, upload
 
 SECTIONS = {
-    "Train": (demo, data, run, up, upload, cancel, resume, retry, deploy, external),
+    "Train": (demo, data, env, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
     "Look": (runs, status, watch, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),

@@ -34,6 +34,8 @@ _MAX_RATIO, _RATIO_FROM_BYTES = 200, 16 << 20
 _ENV_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _FACTORY = "load_environment"
 _PIECE = 1 << 16
+# A package that makes room for another one, until it is removed; no id of an environment.
+_REPLACED = ".replaced"
 # gzip: deflate, no flags, no time, no hint, "unknown" system.
 _GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _STORED = 0xFFFF
@@ -132,11 +134,11 @@ def _gzip_stored(data: bytes) -> bytes:
 # ---------------------------------------------------------------- unpacking
 
 
-def unpack(archive: Path, packages: Path) -> Path:
+def unpack(archive: Path, packages: Path, *, replace: bool = False) -> Path:
     """Unpack the archive of a package as a new folder in `packages`; it appears as a whole, or not at all.
 
     Raises `InvalidInput` for an archive that is none, or holds anything but files and folders of one package within
-    the limits, and where a package of that id is there already.
+    the limits, and where a package of that id is there already, unless it is to be replaced.
     """
     packages.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=packages))
@@ -144,9 +146,17 @@ def unpack(archive: Path, packages: Path) -> Path:
         env_id = _extract(archive, aside)
         check_package(aside / env_id, env_id)
         target = packages / env_id
-        if target.exists() or target.is_symlink():
-            raise InvalidInput(f"{target} is there already: remove it, or rename the package")
-        (aside / env_id).rename(target)
+        is_there = target.exists() or target.is_symlink()
+        if is_there and not replace:
+            raise InvalidInput(f"{target} is there already: replace it (--force), or rename the package")
+        if is_there:
+            target.rename(aside / _REPLACED)
+        try:
+            (aside / env_id).rename(target)
+        except BaseException:
+            if is_there:
+                (aside / _REPLACED).rename(target)
+            raise
         return target
     finally:
         shutil.rmtree(aside)

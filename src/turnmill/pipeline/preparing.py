@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from turnmill import assets, failpoints
+from turnmill.config import Config
 from turnmill.errors import BackendUnavailable, EnvironmentFailed, NotFound, RoleFailed
 from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, shown
 from turnmill.pipeline.processes import FINAL_EXIT_CODES, check_roles
@@ -34,15 +35,9 @@ async def start_preflight(ctx: StageContext) -> Handle:
         logger.info("preflight: %s: %s", check.name, check.detail, extra={"at": ctx.run.run_id})
     name = f"preflight-{ctx.run.attempt}"
     config = ctx.config
-    request = PreflightRequest(
-        environment=config.environment,
-        data_path=str(ctx.run.data_path if ctx.run.kind is RunKind.TRAIN else ctx.run.eval_path),
-        seed=config.seed,
-        max_length=config.max_length,
-        play_s=min(PLAY_S, config.training_timeout),
-        total_s=TOTAL_S,
-        group_rewards=config.group_rewards if ctx.run.kind is RunKind.TRAIN else None,
-    )
+    is_training = ctx.run.kind is RunKind.TRAIN
+    data_path = ctx.run.data_path if is_training else ctx.run.eval_path
+    request = preflight_request(config, str(data_path), is_training=is_training)
     await ctx.ports.blobs.put(request_key(name), encode(request))
     await ctx.launcher.start(
         RoleSpec(
@@ -56,6 +51,19 @@ async def start_preflight(ctx: StageContext) -> Handle:
     )
     failpoints.hit("preflight-started")
     return {"role": name, "capacity": _plain(capacity)}
+
+
+def preflight_request(config: Config, data_path: str, *, is_training: bool) -> PreflightRequest:
+    """What is asked about the environment of a run."""
+    return PreflightRequest(
+        environment=config.environment,
+        data_path=data_path,
+        seed=config.seed,
+        max_length=config.max_length,
+        play_s=min(PLAY_S, config.training_timeout),
+        total_s=TOTAL_S,
+        group_rewards=config.group_rewards if is_training else None,
+    )
 
 
 async def poll_preflight(ctx: StageContext, handle: Handle) -> Running | Done:
@@ -74,6 +82,8 @@ async def poll_preflight(ctx: StageContext, handle: Handle) -> Running | Done:
     report = replace(found, checks=(*found.checks, *capacity))
     if report.failed:
         raise EnvironmentFailed(_failure(ctx.config.environment.env_id, report))
+    for check in report.warnings:
+        logger.warning("preflight: %s: %s", check.name, check.detail, extra={"at": ctx.run.run_id})
     return Done(result=_plain(report))
 
 

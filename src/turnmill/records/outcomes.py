@@ -136,6 +136,8 @@ class CheckState(StrEnum):
 
     OK = "ok"
     FAILED = "failed"
+    # It can be trained on so, and whoever does should know.
+    WARNING = "warning"
     # There was nothing to check it by, or an earlier check failed.
     NOT_CHECKED = "not_checked"
 

@@ -45,11 +45,20 @@ class PreflightReport:
     # Ids of those that were played.
     tasks: tuple[str, ...] = ()
     num_turns: int = 0
-    # What the environment itself takes, without a model; None where no turn was played.
+    # Further rows that were looked at and not played.
+    num_validated: int = 0
+    # What the environment itself takes, without a model: the mean with what is around a conversation, and the median
+    # and the longest time between a reply and what comes of it. None where no turn was played.
     seconds_per_turn: float | None = None
+    median_turn_s: float | None = None
+    longest_turn_s: float | None = None
     # Mean rewards by script, such as gold.
     mean_rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.state is CheckState.FAILED)
+
+    @property
+    def warnings(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.state is CheckState.WARNING)

@@ -4,6 +4,7 @@ found package -> isolation that works here (or --unsafe-env) -> layer of its req
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from turnmill.environment.judges import known_judges, passed_on
@@ -24,10 +25,17 @@ def check_box(found: FoundEnvironment) -> None:
             missing(found.folder)
 
 
-def box_settings(found: FoundEnvironment, root: Path, *, log: Path, call_timeout_s: float) -> Settings:
+def box_settings(
+    found: FoundEnvironment,
+    root: Path,
+    *,
+    log: Path,
+    call_timeout_s: float,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
     """The boxes of a process of the deployment at `root`; installs what the package needs. Raises as `check_box` does.
 
-    Takes long: call it in a thread.
+    `environ` has the judges and their secrets. Takes long: call it in a thread.
     """
     return Settings(
         found=found,
@@ -37,6 +45,6 @@ def box_settings(found: FoundEnvironment, root: Path, *, log: Path, call_timeout
         log=log,
         call_timeout_s=call_timeout_s,
         # A judge is asked over the network, with a secret of its own; without one there is nobody to be reached.
-        has_network=bool(known_judges(os.environ)),
-        environ=passed_on(os.environ),
+        has_network=bool(known_judges(environ)),
+        environ=passed_on(environ),
     )

@@ -63,16 +63,20 @@ async def test_an_environment_that_tells_gold_from_garbage_passes_each_check() -
     report = await report_on(Echo(), tasks("yes", "no"))
     assert {check.name: check.state for check in report.checks} == {
         "tasks": OK,
+        "data": OK,
         "limits": OK,
         "play": OK,
         "reward": OK,
         "gold": OK,
+        "varies": OK,
         "full context": OK,
+        "repeats": OK,
+        "speed": OK,
     }
     assert report.failed == () and report.tasks == ("t0", "t1")
     assert report.mean_rewards == {"gold": 1.0, "garbage": 0.0}
-    # Gold and garbage of two tasks, and a context that is full at once, and after the only turn.
-    assert report.num_turns == 6 and report.seconds_per_turn is not None and report.seconds_per_turn > 0
+    # Gold twice and garbage of two tasks, and a context that is full at once, and after the only turn.
+    assert report.num_turns == 8 and report.seconds_per_turn is not None and report.seconds_per_turn > 0
 
 
 async def test_wordle_is_played_over_several_turns() -> None:
@@ -300,7 +304,7 @@ class Misranked(Echo):
 @pytest.mark.parametrize(
     ("environment", "asked", "state", "text"),
     [
-        (Ranked(), True, OK, "rank can score 6 rollouts"),
+        (Ranked(), True, OK, "rank can score 8 rollouts"),
         (Ranked(), False, FAILED, "has reward functions per group (rank): set group_rewards = true"),
         (Echo(), True, FAILED, "the environment has no reward function per group"),
         (Misranked(), True, FAILED, "reward function rank: it must return a list"),

@@ -93,8 +93,9 @@ async def test_a_reward_function_that_raises_fails_the_check_by_name() -> None:
 
 
 async def test_a_reward_that_is_the_same_for_all_fails_the_check() -> None:
-    (failed,) = (await report_on(load_package("kind-words"), task(answer="hello"))).failed
-    assert failed.name == "gold" and "the gold answer earns 1, garbage 1" in failed.detail
+    gold, varies = (await report_on(load_package("kind-words"), task(answer="hello"))).failed
+    assert gold.name == "gold" and "the gold answer earns 1, garbage 1" in gold.detail
+    assert varies.name == "varies" and "each of 2 conversations earns 1, whatever is said" in varies.detail
 
 
 async def test_gold_may_be_the_environments_own() -> None:

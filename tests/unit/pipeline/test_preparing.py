@@ -116,6 +116,15 @@ async def test_a_failed_check_fails_the_stage_and_says_which_and_why(open_contex
     assert isinstance(caught.value, InvalidInput)
 
 
+async def test_a_check_that_warns_is_told_and_the_run_goes_on(
+    open_context: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = await to_its_end(open_context("count"))
+    assert {check["name"]: check["state"] for check in result["checks"]}["repeats"] == "warning"
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told.startswith("preflight: repeats: the same words said twice") and "game 2" in told
+
+
 async def test_a_preflight_that_is_killed_is_played_again(open_context: Open) -> None:
     """Any role may be killed at any moment: of memory that was short, for instance."""
     ctx = open_context("well")

@@ -31,9 +31,12 @@ class Behaving(Environment):
 
     def __init__(self, do: str) -> None:
         self._do = do
+        self._num_played = 0
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        reply = await chat.complete(opening_messages(task))
+        self._num_played += 1
+        said = f"This is game {self._num_played}." if self._do == "count" else "Say it again."
+        reply = await chat.complete([*opening_messages(task), {"role": "user", "content": said}])
         if self._do == "block":
             block()
         if self._do == "spin":

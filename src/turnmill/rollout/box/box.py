@@ -220,14 +220,21 @@ class Box:
         playing.ended.cancel()
 
     async def examine(
-        self, request: PreflightRequest, tasks: Sequence[Task], *, playing: Callable[[str], None], limit_s: float
+        self,
+        request: PreflightRequest,
+        tasks: Sequence[Task],
+        others: Sequence[Task],
+        *,
+        playing: Callable[[str], None],
+        limit_s: float,
     ) -> PreflightReport:
-        """Have tasks played without a model; `playing` is told what is about to be, which may take `limit_s`.
+        """Have tasks played without a model, and others looked at.
 
-        Raises `BoxEnded`, also where it takes longer.
+        `playing` is told what is about to be done, which may take `limit_s`. Raises `BoxEnded`, also where it takes
+        longer.
         """
         self._examination = asyncio.Queue()
-        self._send(Examine(request=request, tasks=list(tasks)))
+        self._send(Examine(request=request, tasks=list(tasks), others=list(others)))
         while True:
             try:
                 message = await asyncio.wait_for(self._examination.get(), limit_s)

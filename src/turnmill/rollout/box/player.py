@@ -211,7 +211,9 @@ class Player:
         def playing(what: str) -> None:
             self._link.send(Examining(what=_printable(what)))
 
-        report = await preflight(self._environment, message.tasks, message.request, playing=playing)
+        report = await preflight(
+            self._environment, message.tasks, message.request, others=message.others, playing=playing
+        )
         checks = tuple(replace(check, detail=_printable(check.detail)) for check in report.checks)
         self._link.send(Examined(report=replace(report, checks=checks)))
 

@@ -62,10 +62,11 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Play these tasks without a model, and report."""
+    """Play these tasks without a model, look at the others, and report."""
 
     request: PreflightRequest
     tasks: list[Task]
+    others: list[Task] = []
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,22 +6,19 @@ request blob -> find, box -> Examine -> (in the box: environment.preflight) -> E
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from turnmill.conversation.http import HttpClient
-from turnmill.environment.preflight import choose
 from turnmill.errors import InvalidInput, printable
-from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.preparing import request_key
 from turnmill.ports import BlobStore
-from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, Task, decode
+from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, decode
 from turnmill.rollout.box.box import Box, BoxEnded, LoadError
 from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.box.relay import Relay
 from turnmill.telemetry import redact
-from turnmill.wiring.running.preflight import leave_report, unless_stopped
+from turnmill.wiring.running.preflight import leave_report, rows_of, unless_stopped
 
 logger = logging.getLogger(__name__)
 _DETAIL_LENGTH = 2000
@@ -42,29 +39,35 @@ async def run_boxed_preflight(
     `grace_s`: what an environment has beyond its own limit to give its process back.
     """
     request = decode(await blobs.get(request_key(name)), PreflightRequest)
-    tasks = choose(await asyncio.to_thread(read_tasks, Path(request.data_path)), request.seed)
 
     async def examine() -> None:
-        await leave_report(blobs, name, await _examined(request, tasks, settings_of, request.play_s + grace_s))
+        await leave_report(blobs, name, await examine_boxed(request, settings_of=settings_of, grace_s=grace_s))
 
     await unless_stopped(stop, examine())
 
 
-async def _examined(
+async def examine_boxed(
     request: PreflightRequest,
-    tasks: Sequence[Task],
+    *,
     settings_of: Callable[[EnvironmentChoice], Settings],
-    limit_s: float,
+    playing: Callable[[str], None] = lambda what: None,
+    grace_s: float = 3.0,
 ) -> PreflightReport:
-    """The report; where the box says nothing any more, one of its own."""
+    """The report; where the box says nothing any more, one of its own. Raises `DataError`.
+
+    `playing` is told what is about to be done; `grace_s` as in `run_boxed_preflight`.
+    """
+    tasks, others = await rows_of(request)
+    limit_s = request.play_s + grace_s
     what = "loading the environment"
 
-    def playing(next_one: str) -> None:
+    def begins(next_one: str) -> None:
         nonlocal what
         what = printable(next_one, limit=200)
         logger.info("preflight: %s", what)
+        playing(what)
 
-    playing(what)
+    begins(what)
     async with HttpClient() as session:
         # There is no model, so nothing is let through.
         relay = Relay(session, call_timeout_s=limit_s)
@@ -76,13 +79,24 @@ async def _examined(
         try:
             # Where the data lies is not its business.
             report = await box.examine(
-                replace(request, data_path=""), tasks, playing=playing, limit_s=limit_s + _MARGIN_S
+                replace(request, data_path=""), tasks, others, playing=begins, limit_s=limit_s + _MARGIN_S
             )
         except BoxEnded as error:
             return _failed("limits", f"{what}: {error}")
         finally:
             await asyncio.shield(box.close())
-    return replace(report, checks=tuple(replace(check, detail=_shown(check.detail)) for check in report.checks))
+    return _printable(report)
+
+
+def _printable(report: PreflightReport) -> PreflightReport:
+    """What a box says is shown to people."""
+    return replace(
+        report,
+        checks=tuple(
+            replace(check, name=printable(check.name), detail=_shown(check.detail)) for check in report.checks
+        ),
+        mean_rewards={printable(script): mean for script, mean in report.mean_rewards.items()},
+    )
 
 
 def _failed(name: str, detail: str) -> PreflightReport:

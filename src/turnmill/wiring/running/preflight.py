@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from turnmill.environment import Environment
 from turnmill.environment.boundary import describe
-from turnmill.environment.preflight import choose, preflight
+from turnmill.environment.preflight import choose, preflight, rest
 from turnmill.errors import InvalidInput
 from turnmill.intake.dataset import read_tasks
 from turnmill.pipeline.preparing import report_key, request_key
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 # How much later `faulthandler` ends a process whose watchdog got no turn.
 _LAST_RESORT_S = 5.0
 _EXIT_HANGS = 1
+# Tasks that are played, and those that are looked at.
+Rows = tuple[list[Task], list[Task]]
+_LEVELS = {CheckState.FAILED: logging.ERROR, CheckState.WARNING: logging.WARNING}
 
 
 class Watchdog:
@@ -103,7 +106,7 @@ async def run_preflight(
     `grace_s`: what an environment has beyond its own limit to give its process back.
     """
     request = decode(await blobs.get(request_key(name)), PreflightRequest)
-    tasks = choose(await asyncio.to_thread(read_tasks, Path(request.data_path)), request.seed)
+    rows = await rows_of(request)
 
     async def leave(report: PreflightReport) -> None:
         await leave_report(blobs, name, report)
@@ -113,7 +116,7 @@ async def run_preflight(
 
     watchdog = Watchdog(request.play_s + grace_s, bark)
     try:
-        await unless_stopped(stop, _check(request, tasks, watchdog, leave, load))
+        await unless_stopped(stop, _check(request, rows, watchdog, leave, load))
     finally:
         watchdog.close()
 
@@ -121,26 +124,48 @@ async def run_preflight(
 async def leave_report(blobs: BlobStore, name: str, report: PreflightReport) -> None:
     """Log it, and put it where the pipeline looks for it."""
     for check in report.checks:
-        level = logging.ERROR if check.state is CheckState.FAILED else logging.INFO
-        logger.log(level, "preflight: %s: %s: %s", check.name, check.state, check.detail)
+        logger.log(
+            _LEVELS.get(check.state, logging.INFO), "preflight: %s: %s: %s", check.name, check.state, check.detail
+        )
     await blobs.put(report_key(name), encode(report))
 
 
 async def _check(
     request: PreflightRequest,
-    tasks: Sequence[Task],
+    rows: Rows,
     watchdog: Watchdog,
     leave: Callable[[PreflightReport], Awaitable[None]],
     load: Callable[[EnvironmentChoice], Environment],
 ) -> None:
-    watchdog.next("loading the environment")
+    await leave(await examine(request, rows, load=load, playing=watchdog.next))
+
+
+async def examine(
+    request: PreflightRequest,
+    rows: Rows,
+    *,
+    load: Callable[[EnvironmentChoice], Environment],
+    playing: Callable[[str], None],
+) -> PreflightReport:
+    """What is found out about an environment whose code may run in this process.
+
+    `playing` is told what is about to be done, for a watchdog.
+    """
+    played, others = rows
+    playing("loading the environment")
     try:
         environment = load(request.environment)
     except Exception as error:  # the boundary to the environment's code
         text = str(error) if isinstance(error, InvalidInput) else describe(error)
-        await leave(PreflightReport(checks=(Check(name="loads", state=CheckState.FAILED, detail=text),)))
-        return
-    await leave(await preflight(environment, tasks, request, playing=watchdog.next))
+        return PreflightReport(checks=(Check(name="loads", state=CheckState.FAILED, detail=text),))
+    return await preflight(environment, played, request, others=others, playing=playing)
+
+
+async def rows_of(request: PreflightRequest) -> Rows:
+    """Of the request's file; raises `DataError`."""
+    tasks = await asyncio.to_thread(read_tasks, Path(request.data_path))
+    played = choose(tasks, request.seed)
+    return played, rest(tasks, played)
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[None]) -> None:
