@@ -237,7 +237,7 @@ class Attempt:
         if entry.answers is None:
             parent = entry.parent.call_id if entry.parent else None
             for choice, call in enumerate(calls):
-                if (call.request_digest, call.parent, call.choice) != (entry.digest, parent, choice):
+                if call.request_digest != entry.digest or call.parent != parent or call.choice != choice:
                     raise RecordCorrupt(
                         f"call {call.key} answers choice {call.choice} of the request {call.request_digest} after "
                         f"{call.parent}, asked was {choice} of {entry.digest} after {parent}"
@@ -249,10 +249,12 @@ class Attempt:
 
     def _answers(self, calls: Sequence[Call]) -> tuple[Answer, ...]:
         """What the client is told of calls that have their places; from now on they count as consumed."""
-        nodes = [self._table.nodes[call.call_id] for call in calls]
-        for node in nodes:
+        answers: list[Answer] = []
+        for call in calls:
+            node = self._table.nodes[call.call_id]
             self._consume(node)
-        return tuple(_answer(call, node.num_tokens) for call, node in zip(calls, nodes, strict=True))
+            answers.append(_answer(call, node.num_tokens))
+        return tuple(answers)
 
     # ------------------------------------------------------------ records
 
