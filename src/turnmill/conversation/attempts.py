@@ -251,8 +251,7 @@ class Attempt:
         """What the client is told of calls that have their places; from now on they count as consumed."""
         answers: list[Answer] = []
         for call in calls:
-            node = self._table.nodes[call.call_id]
-            self._consume(node)
+            self._consume(node := self._table.nodes[call.call_id])
             answers.append(_answer(call, node.num_tokens))
         return tuple(answers)
 
@@ -261,9 +260,8 @@ class Attempt:
     def load(self, calls: Iterable[Call]) -> None:
         """Take note of the recorded calls of the sample.
 
-        Those of earlier attempts are for replay, except before a redrive, which begins anew. A restored attempt has
-        consumed its own calls and what they continue; whatever else it may have replayed counts once a request goes on
-        from it.
+        Those of earlier attempts are for replay, except before a redrive. A restored attempt has consumed its own calls
+        and what they continue; what else it may have replayed counts once a request goes on from it.
         """
         calls = in_order(call for call in calls if call.attempt > self.sample.redriven_after)
         if self.is_restored:

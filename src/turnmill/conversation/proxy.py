@@ -150,7 +150,9 @@ class App:
         return encode({"lost": await self.sessions.heartbeat(tokens)})
 
     async def _report(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
-        await self.sessions.report(bearer_of(scope), parse_report(body))
+        secret = bearer_of(scope)
+        await self.sessions.report(secret, parse_report(body))
+        self._agents.end(secret)
         return b'{"status":"recorded"}'
 
     async def _health(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
