@@ -108,6 +108,7 @@ class House:
     sessions: Sessions
     engine: TransformersEngine
     tasks: list[Task]
+    model: Path = MODEL
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def train(self, hook: Hook | None = None) -> None:
@@ -127,7 +128,7 @@ class House:
                 config=self.config,
                 tasks=self.tasks,
                 rollouts=HookedSource(self, scheduler, hook),
-                trainer=Trainer(MODEL, self.config),
+                trainer=Trainer(self.model, self.config),
                 folder=self.folder / "checkpoints",
                 stop=self.stop,
             )
@@ -221,6 +222,7 @@ async def open_house(
                     sessions=sessions,
                     engine=engine,
                     tasks=tasks,
+                    model=model,
                 )
             finally:
                 stop.set()

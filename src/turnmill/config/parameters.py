@@ -58,7 +58,7 @@ class Config:
     max_attempts: int = param(3, "leases of one sample before it ends as invalid", ge=1, le=20)
     max_length: int = param(16384, "most tokens of one conversation, prompt included", ge=8, le=1048576)
     max_new_tokens: int = param(4096, "most tokens of one generation call", ge=1, le=1048576)
-    temperature: float = param(1.0, "sampling temperature", gt=0, le=2)
+    temperature: float = param(1.0, "sampling temperature", ge=0.01, le=2)
     client_sampling: str = param(
         "refuse",
         "calls that ask for other sampling than the run's: refused, or played and recorded as asked",

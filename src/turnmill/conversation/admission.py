@@ -1,6 +1,6 @@
 """How many calls may be under way: of one attempt, and in all. Whoever wants more is asked to come back.
 
-    enter -> 429, or counted -> leave, or keep (its client was sent away) -> settle (it was told the answer)
+    enter -> 429, or counted -> leave, or keep (its client was sent away) -> settle (it was told the answer) | end
 
 Without a bound one agent's loop fills the generation queue for all others, and memory of this process.
 """
@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from turnmill.conversation.asgi import HttpError
+from turnmill.conversation.registry import name_in
 
 # Seconds after which a place may be free.
 _RETRY_AFTER_S = 1
@@ -72,6 +73,11 @@ class Admission:
         kept = self._kept.pop((secret, step_id), None) if self._kept else None
         if kept is not None:
             self.leave(secret, kept[1])
+
+    def end(self, name: str) -> None:
+        """The attempt is over in whose name its secrets begin: nobody comes back for its calls."""
+        for secret, step_id in [place for place in self._kept if name_in(place[0]) == name]:
+            self.settle(secret, step_id)
 
     def was_refused(self, secret: str, identity: str) -> bool:
         """A request that says that it is a retry repeats one that was refused: it is no repetition of a call.

@@ -17,6 +17,7 @@ from turnmill.conversation.answers import completion_of, model_of, models_of
 from turnmill.conversation.asgi import HttpError, read_body
 from turnmill.conversation.attempts import Pending
 from turnmill.conversation.exchange import Receive, Scope, Send
+from turnmill.conversation.registry import name_in
 from turnmill.conversation.requests import DEFAULT_MODEL, ChatRequest
 from turnmill.conversation.service import Service
 from turnmill.conversation.streaming import Pace, send_events, send_stream
@@ -146,6 +147,10 @@ class Agents:
             return _later(answers)
         settle()
         return 200, encode(completion_of(answers, DEFAULT_MODEL, is_text=is_text))
+
+    def end(self, secret: str) -> None:
+        """The attempt of this secret, of any kind, is over."""
+        self._admission.end(name_in(secret))
 
     async def models(self, secret: str, name: str | None) -> Reply:
         """GET: the names of the run's model, or one of them."""

@@ -237,7 +237,7 @@ class Attempt:
         if entry.answers is None:
             parent = entry.parent.call_id if entry.parent else None
             for choice, call in enumerate(calls):
-                if (call.request_digest, call.parent, call.choice) != (entry.digest, parent, choice):
+                if call.request_digest != entry.digest or call.parent != parent or call.choice != choice:
                     raise RecordCorrupt(
                         f"call {call.key} answers choice {call.choice} of the request {call.request_digest} after "
                         f"{call.parent}, asked was {choice} of {entry.digest} after {parent}"
@@ -249,19 +249,19 @@ class Attempt:
 
     def _answers(self, calls: Sequence[Call]) -> tuple[Answer, ...]:
         """What the client is told of calls that have their places; from now on they count as consumed."""
-        nodes = [self._table.nodes[call.call_id] for call in calls]
-        for node in nodes:
-            self._consume(node)
-        return tuple(_answer(call, node.num_tokens) for call, node in zip(calls, nodes, strict=True))
+        answers: list[Answer] = []
+        for call in calls:
+            self._consume(node := self._table.nodes[call.call_id])
+            answers.append(_answer(call, node.num_tokens))
+        return tuple(answers)
 
     # ------------------------------------------------------------ records
 
     def load(self, calls: Iterable[Call]) -> None:
         """Take note of the recorded calls of the sample.
 
-        Those of earlier attempts are for replay, except before a redrive, which begins anew. A restored attempt has
-        consumed its own calls and what they continue; whatever else it may have replayed counts once a request goes on
-        from it.
+        Those of earlier attempts are for replay, except before a redrive. A restored attempt has consumed its own calls
+        and what they continue; what else it may have replayed counts once a request goes on from it.
         """
         calls = in_order(call for call in calls if call.attempt > self.sample.redriven_after)
         if self.is_restored:

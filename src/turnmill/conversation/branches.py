@@ -56,21 +56,17 @@ def _arguments(text: Any) -> Any:
 
 def canonical(message: dict[str, Any]) -> bytes:
     """Equal bytes for messages that count as the same."""
-    calls = [
-        [call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
-    ]
-    role, content = message["role"], text_of(message.get("content"))
-    return _sorted.encode(
-        [
-            role,
-            # In a text every character counts.
-            content if role == TEXT_ROLE else content.strip(),
-            message.get("name"),
-            message.get("tool_call_id"),
-            calls,
-        ]
-    )
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str):
+        content = text_of(content)
+    # In a text every character counts.
+    said = content if role == TEXT_ROLE else content.strip()
+    called = [_canonical_call(call) for call in calls] if calls else []
+    return _sorted.encode([role, said, message.get("name"), message.get("tool_call_id"), called])
+
+
+def _canonical_call(call: dict[str, Any]) -> list[Any]:
+    return [call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments"))]
 
 
 def conversation_start(tools: Sequence[dict[str, Any]] | None) -> bytes:
@@ -138,8 +134,7 @@ def request_identity(last_hash: bytes, sampling: Sampling, tool_choice: str = "a
     return digest_of(last_hash, encode(sampling), encode([tool_choice, num_choices]))
 
 
-@dataclass(kw_only=True)
-class Node:
+class Node(msgspec.Struct, kw_only=True, eq=False):
     """A call that the attempt may continue."""
 
     call_id: str

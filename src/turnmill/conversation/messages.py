@@ -20,6 +20,8 @@ _PLAIN_ROLES = ("user", "assistant", "system")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 # Requests of an attempt that are remembered: as many branches are gone on from without a full check.
 MAX_HEARD = 4
+# JSON of messages without the closing bracket, what their hashes start from, the hashes, the last one's role.
+_Beginning = tuple[bytes, bytes, list[bytes], str]
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +53,8 @@ class Heard:
     """
 
     def __init__(self) -> None:
-        # (JSON of the messages without the closing bracket, what their hashes start from, the hashes, the last one's
-        # role), the latest last.
-        self._latest: list[tuple[bytes, bytes, list[bytes], str]] = []
+        # The latest last.
+        self._latest: list[_Beginning] = []
         # By their JSON, the latest last.
         self._offered: dict[bytes, Offered] = {}
 
@@ -72,11 +73,11 @@ class Heard:
 
         `start`: what the hashes of a conversation with the request's tools start from.
         """
-        known = max(
-            (entry for entry in self._latest if entry[1] == start and _goes_on(raw, entry[0])),
-            key=lambda entry: len(entry[0]),
-            default=None,
-        )
+        known: _Beginning | None = None
+        for entry in self._latest:
+            is_longer = known is None or len(entry[0]) > len(known[0])
+            if is_longer and entry[1] == start and _goes_on(raw, entry[0]):
+                known = entry
         found: list[Any] = []
         hashes: list[bytes] = []
         last_role = ""

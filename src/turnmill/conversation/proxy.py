@@ -22,7 +22,7 @@ from typing import Any
 from turnmill.conversation.admission import Limits
 from turnmill.conversation.agents import MAX_WAIT_S, Agents, Reply
 from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, send_json, to_http, until_disconnect
-from turnmill.conversation.bodies import parse_object
+from turnmill.conversation.bodies import number, parse_object
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.leases import Lease
 from turnmill.conversation.reports import parse_report
@@ -132,7 +132,7 @@ class App:
         raw = parse_object(body)
         worker = _field(raw, "worker", str)
         most = _field(raw, "max_rollouts", int)
-        wait_s = float(_field(raw, "wait_s", (int, float)))
+        wait_s = number(raw.get("wait_s"), "wait_s")
         if not worker or len(worker) > 128:
             raise InvalidRequest("worker must be a name of 1 to 128 characters", param="worker")
         if not 1 <= most <= MAX_ROLLOUTS:
@@ -150,7 +150,9 @@ class App:
         return encode({"lost": await self.sessions.heartbeat(tokens)})
 
     async def _report(self, scope: Scope, receive: Receive, body: bytes) -> bytes:
-        await self.sessions.report(bearer_of(scope), parse_report(body))
+        secret = bearer_of(scope)
+        await self.sessions.report(secret, parse_report(body))
+        self._agents.end(secret)
         return b'{"status":"recorded"}'
 
     async def _health(self, scope: Scope, receive: Receive, body: bytes) -> bytes:

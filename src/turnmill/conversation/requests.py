@@ -15,7 +15,7 @@ from turnmill.conversation.branches import request_identity
 from turnmill.conversation.messages import Heard, Said, text_said
 from turnmill.conversation.tools import NO_TOOLS, Offered, parse_tool_choice
 from turnmill.errors import InvalidRequest
-from turnmill.records import RunKind, Sampling
+from turnmill.records import MIN_TEMPERATURE, RunKind, Sampling
 
 # The run's model, for clients that name none, and for those that do not know which it is.
 DEFAULT_MODEL = "turnmill"
@@ -208,7 +208,7 @@ def _request(said: Said, raw: dict[str, Any], model: str, wishes: _Wishes, offer
 
 def _wishes(raw: dict[str, Any], offer: Offer, offered: Offered, *, is_text: bool) -> _Wishes:
     """What the parameters of a body ask for; raises `InvalidRequest` for the first that is not served."""
-    if not raw.keys() - _PLAIN:
+    if _PLAIN.issuperset(raw):
         # As most bodies are: all is said in the messages.
         return _Wishes(sampling=offer.sampling, is_text=is_text)
     _check_keys(raw, is_text=is_text)
@@ -259,6 +259,7 @@ def _sampling(raw: dict[str, Any], offer: Offer) -> Sampling:
         stop=_stops(raw.get("stop")),
         seed=whole(raw["seed"], "seed", *_SEEDS) if "seed" in raw else None,
     )
+    check_temperature(sampling.temperature)
     if sampling.top_p == 0.0:
         raise InvalidRequest("top_p must be greater than 0", param="top_p")
     for key in () if offer.takes_sampling else ("temperature", "top_p", "top_k"):
@@ -273,6 +274,14 @@ def _number(raw: dict[str, Any], key: str, default: float, least: float, most: f
     if value is None or not least <= value <= most:
         raise InvalidRequest(f"{key} must be a number from {least:g} to {most:g}, not {short(raw[key])}", param=key)
     return value
+
+
+def check_temperature(value: float) -> None:
+    """Raises `InvalidRequest` for one so close to 0 that it is neither greedy nor exact."""
+    if 0 < value < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature must be 0 or at least {MIN_TEMPERATURE:g}, not {value:g}", param="temperature"
+        )
 
 
 def _token_limit(key: str, value: Any, most: int) -> int:

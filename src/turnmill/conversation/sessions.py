@@ -267,7 +267,7 @@ class Sessions(Service):
 async def _all(asking: Sequence[Awaitable[Call]]) -> list[Call]:
     """The calls, once all of them have ended; raises what one ended with, an error of its own before all others."""
     if len(asking) <= 1:
-        return [await call for call in asking]
+        return [await asking[0]] if asking else []
     ended = await asyncio.gather(*asking, return_exceptions=True)
     errors = [item for item in ended if isinstance(item, BaseException)]
     if errors:

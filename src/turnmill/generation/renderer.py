@@ -14,6 +14,7 @@ that is begun in its midst, by a fork or in another process, has the tokens that
 A reply that must call a tool begins with what opens a call, which is a part of the prompt.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ class Renderer:
     def __init__(self, folder: Path) -> None:
         """Raises `InvalidInput` for a folder without a usable tokenizer or chat template."""
         self.template = ChatTemplate(folder)
+        # By kind, what the reply begins with, and the digest of messages and tools: tools may be long, and are the same
+        # in many entries.
         self._remembered: dict[tuple[str, str, bytes], list[int]] = {}
         self.num_remembered_tokens = 0
         # How the model writes tool calls; None: not found in its template.
@@ -146,7 +149,7 @@ class Renderer:
     # ------------------------------------------------------------ rendering
 
     def _ids(self, kind: str, messages: Sequence[dict[str, Any]], tools: Tools | None, begun: str) -> list[int]:
-        key = (kind, begun, encode([messages, tools]))
+        key = (kind, begun, hashlib.blake2b(encode([messages, tools]), digest_size=16).digest())
         ids = self._remembered.get(key)
         if ids is None:
             ids = self._encode(kind, messages, tools, begun)

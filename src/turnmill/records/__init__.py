@@ -19,7 +19,16 @@ from turnmill.records.alerts import (
     told,
 )
 from turnmill.records.baselines import Baseline, BaselineVerdict, TaskBaseline
-from turnmill.records.calls import TEXT_ROLE, Ask, AskedCall, Call, GenerateRequest, GenerateResponse, Sampling
+from turnmill.records.calls import (
+    MIN_TEMPERATURE,
+    TEXT_ROLE,
+    Ask,
+    AskedCall,
+    Call,
+    GenerateRequest,
+    GenerateResponse,
+    Sampling,
+)
 from turnmill.records.codec import PROTOCOL_VERSION, decode, digest_of, encode
 from turnmill.records.environments import EnvironmentChoice, EnvironmentOrigin
 from turnmill.records.keys import (
@@ -109,6 +118,7 @@ __all__ = [
     "DELIVERY_DEAD_LETTER_PREFIX",
     "HANDED_OVER_PREFIX",
     "LATEST_MODEL_PREFIX",
+    "MIN_TEMPERATURE",
     "PROTOCOL_VERSION",
     "QUEUED_PREFIX",
     "REWARD_RANGE",

@@ -14,6 +14,8 @@ _CALL = b'"call":'
 _NO_CALL = b'"call":null}'
 # Role of the one message of a call that continues a plain text: its tokens are those of the text, without a template.
 TEXT_ROLE = "text"
+# Temperatures from here to 0, which is none, are not sampled with: logits divided by less drown in their own noise.
+MIN_TEMPERATURE = 0.01
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):

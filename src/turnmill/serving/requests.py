@@ -10,6 +10,7 @@ import msgspec
 
 from turnmill.conversation.bodies import finite, parse_object
 from turnmill.conversation.messages import Heard
+from turnmill.conversation.requests import check_temperature
 from turnmill.conversation.tools import NO_TOOLS, parse_tool_choice, parse_tools
 from turnmill.errors import InvalidRequest
 from turnmill.records import Sampling
@@ -73,6 +74,7 @@ def parse_wish(body: bytes, *, is_chat: bool, temperature: float) -> Wish:
     limits = [reader.whole(key, least=1) for key in ("max_tokens", "max_completion_tokens")]
     max_tokens = min((limit for limit in limits if limit is not None), default=None)
     temperature = reader.number("temperature", 0.0, 2.0, temperature)
+    check_temperature(temperature)
     top_p = reader.number("top_p", 0.0, 1.0, 1.0)
     if top_p == 0.0:
         raise InvalidRequest("top_p must be greater than 0", param="top_p")

@@ -50,7 +50,11 @@ def check_fingerprints(
 
 
 class TokenAudit:
-    """|trainer - sampler| log-prob over the tokens of a batch, with the worst token as evidence."""
+    """|trainer - sampler| log-prob over the tokens of a batch, with the worst token as evidence.
+
+    A temperature below 1 multiplies logits, and the float noise that tells nothing about weights: such a difference
+    counts as it is before that.
+    """
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -64,7 +68,7 @@ class TokenAudit:
 
     def add(self, rows: Sequence[Row], batch: MicroBatch, logprobs_n: Tensor) -> None:
         """Count the tokens of a micro-batch of `rows`; `logprobs_n` are the trainer's."""
-        delta_n = (logprobs_n - batch.sampled_n).abs().double()
+        delta_n = (logprobs_n - batch.sampled_n).abs().double() * batch.temperature_n.clamp(max=1.0)
         # A log-prob that is no number is the worst there is.
         delta_n = torch.where(delta_n.isnan(), torch.inf, delta_n)
         self._sum += float(delta_n.sum())

@@ -245,6 +245,20 @@ def client(http: HttpClient, rollout: dict[str, Any], seconds: float = 20.0) -> 
     return ChatClient(http, rollout["base_url"], timeout_s=10.0, deadline=time.monotonic() + seconds)
 
 
+async def test_what_a_reported_rollout_never_asked_for_again_keeps_nobody_out(lone_world: "World") -> None:
+    first = await lone_world.begin("task_0")
+    second = await lone_world.begin("task_1")
+    async with lone_world.beside(limits=Limits(in_all=2)) as limited:
+        lone_world.replica.may_answer.clear()
+        for number in range(2):
+            away = await limited.chat(limited.here(first), f"Guess {number}.", headers={"Prefer": "respond-async"})
+            assert away.status == 202
+        assert (await limited.chat(limited.here(second), "Guess.")).status == 429
+        lone_world.replica.may_answer.set()
+        assert (await limited.report(first)).status == 200
+        assert (await limited.chat(limited.here(second), "Guess.")).status == 200
+
+
 async def test_the_light_client_plays_with_tools_and_gets_the_tokens(world: "World") -> None:
     world.replica.make = spoken
     script = [calling(("weather", {"city": "Rome"})), "Warm."]

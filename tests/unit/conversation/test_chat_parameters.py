@@ -190,6 +190,9 @@ def test_what_a_client_may_say_itself() -> None:
         ("temperature", -0.1),
         ("temperature", "1"),
         ("temperature", 10**400),
+        # Logits divided by it would be no numbers, or nothing but noise.
+        ("temperature", 1e-40),
+        ("temperature", 0.001),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", 1.5),

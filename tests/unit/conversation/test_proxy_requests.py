@@ -220,6 +220,8 @@ async def test_unknown_routes_and_methods_are_told(world: "World") -> None:
         {"worker": "w", "max_rollouts": True, "wait_s": 0},
         {"worker": "w", "max_rollouts": 1, "wait_s": -1},
         {"worker": "w", "max_rollouts": 1},
+        # A whole number that no float holds.
+        {"worker": "w", "max_rollouts": 1, "wait_s": 10**400},
     ],
 )
 async def test_a_wrong_lease_request_is_400(world: "World", body: dict[str, Any]) -> None:

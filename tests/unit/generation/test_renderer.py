@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.generation.families import FAMILIES
 from turnmill.errors import GenerationFailed, InvalidInput
 from turnmill.generation.renderer import Renderer
 
@@ -189,3 +191,20 @@ def test_rendered_texts_are_remembered_up_to_a_number_of_tokens(renderer: Render
     assert 0 < renderer.num_remembered_tokens <= 2_000_000
     once, again = [renderer.opening([USER]) for _ in range(2)]
     assert once == again
+
+
+def test_what_is_remembered_of_a_rendered_text_does_not_grow_with_its_tools(tmp_path: Path) -> None:
+    """Hundreds of kilobytes of them may come with each turn of each conversation."""
+    renderer = FAMILIES["chatml"].renderer(tmp_path)
+    function = {"name": "f", "description": "x" * 100_000, "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    new = [[{"role": "user", "content": f"turn {number}"}] for number in range(64)]
+    renderer.continuation(new[0], ended=True, tools=tools)
+    tracemalloc.start()
+    try:
+        for messages in new[1:]:
+            renderer.continuation(messages, ended=True, tools=tools)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000

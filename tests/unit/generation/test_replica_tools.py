@@ -133,6 +133,34 @@ async def test_a_call_of_a_named_tool_begins_with_its_name(
     assert [*path, *renderer.continuation(messages[-1:], ended=True, tools=TOOLS)] == renderer.one_go(messages, TOOLS)
 
 
+@pytest.mark.parametrize("choice", ["required", "function:get_weather"])
+async def test_a_forced_call_may_be_cut_at_its_first_token_and_is_gone_on_from(
+    choice: str, ports: RunPorts, tmp_path: Path, plain_logprobs: Plain
+) -> None:
+    save_random(tmp_path, "chatml")
+    renderer = Renderer(tmp_path)
+    begun = renderer.begun(choice, TOOLS)
+    opening = renderer.opening(QUESTION, TOOLS, begun)
+    more = [{"role": "user", "content": "Well?"}]
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "sampling": Sampling(max_new_tokens=1)}
+    async with serving(ports, CountingEngine(tmp_path), tmp_path):
+        # What begins the call is a part of the prompt, also where that is what fills the conversation.
+        full = await ask(ports, request_for("a_0", QUESTION, max_length=len(opening), **forced))
+        assert full.error is not None and full.error["code"] == "context_length_exceeded"
+        last = await ask(ports, request_for("b_0", QUESTION, max_length=len(opening) + 1, **forced))
+        assert last.error is None
+        response = await ask(ports, request_for("b_1", more, parent="b_0", **forced))
+    assert response.error is None
+    first, second = await recorded(ports, "b_0"), await recorded(ports, "b_1")
+    assert first.token_ids[:-1] == opening and first.loss_mask == [0] * len(opening) + [1]
+    assert "tool_calls" not in first.reply and first.reply["content"].startswith(begun)
+    ended = first.token_ids[-1] in renderer.end_ids
+    assert first.finish_reason == (FinishReason.STOP if ended else FinishReason.LENGTH)
+    assert second.token_ids[:-1] == renderer.continuation(more, ended=ended, tools=TOOLS, begun=begun)
+    assert second.loss_mask == [0] * (len(second.token_ids) - 1) + [1]
+    assert_exact(plain_logprobs, tmp_path, [*first.token_ids, *second.token_ids], second)
+
+
 async def test_nothing_is_called_where_nothing_may_be(ports: RunPorts, scripted: Any) -> None:
     folder = scripted("chatml")
     async with serving(ports, CountingEngine(folder), folder):

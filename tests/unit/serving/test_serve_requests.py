@@ -65,6 +65,7 @@ def test_tools_and_the_choice_of_them_are_taken() -> None:
         ({"temperature": True}, "temperature"),
         # A whole number that no float holds.
         ({"temperature": 10**400}, "temperature"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -106,7 +106,7 @@ def gradients(trainer: Trainer, groups: Sequence[Sequence[TrainingSample]]) -> l
     return [(old - new.detach()) / lr for old, new in zip(before, trainer.policy.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.01])
 def test_a_step_on_what_the_weights_sampled_passes_the_audit(
     trainer_of: Trainers, small_config: Config, temperature: float
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_step_on_what_the_weights_sampled_passes_the_audit(
     before = trainer.fingerprint()
     result = trainer.step(make_groups(trainer, temperature=temperature))
     assert result.audit_mean < 1e-5 and result.audit_max < 1e-4
-    assert result.kl < 1e-8 and result.clip_fraction == 0
+    assert result.kl < 1e-7 and result.clip_fraction == 0
     assert result.num_rows == 8 and result.num_tokens == 40
     assert result.entropy > 0 and math.isfinite(result.grad_norm)
     assert trainer.fingerprint() != before
