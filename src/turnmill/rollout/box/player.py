@@ -22,6 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ from turnmill.rollout.box.wire import (
 _CALL_MARGIN_S = 30.0
 _TICK_S = 0.25
 _LONGEST_LINE = 8192
+# What `asyncio.to_thread` has for all rollouts together; fewer than the box may have processes and threads.
+_NUM_THREADS = 64
 
 _play: contextvars.ContextVar[int | None] = contextvars.ContextVar("play", default=None)
 _sample: contextvars.ContextVar[str] = contextvars.ContextVar("sample", default="-")
@@ -83,6 +86,9 @@ def main() -> None:
     output = TaggedOutput(1)
     sys.stdout = sys.stderr = cast(TextIO, output)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "httpx2"):
+        # A line for each call of an agent's client, with the path of its rollout.
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         environment = load_environment(order)
     except BaseException as error:  # the boundary to the environment's code, which may also exit
@@ -155,6 +161,8 @@ class Player:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(cast(Any, self._make_task))
+        # For agents that are not async: a thread each, which mostly waits for the model.
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="agent"))
         async with HttpClient() as session:
             threading.Thread(target=self._listen, args=(loop, session), name="control", daemon=True).start()
             while not self._over.is_set():
