@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.rollout.boxes import hostile_settings, python_for
 from turnmill.errors import InvalidInput
-from turnmill.rollout.box.isolation import choose, order_of, places_of, uids
+from turnmill.rollout.box.isolation import choose, order_of, places_of, seen_from_outside, uids
 from turnmill.rollout.box.log import BoxLog
-from turnmill.rollout.box.order import HOME, PACKAGE, Isolation, Limits, Order
+from turnmill.rollout.box.order import HOME, LAYER, PACKAGE, Isolation, Limits, Order
 from turnmill.rollout.box.usage import Usage
 from turnmill.rollout.box.view import bwrap_command, layout
 from turnmill.rollout.box.warden import Refused, claim_uid
@@ -70,6 +70,17 @@ def test_a_box_gets_none_of_the_worker_s_variables(tmp_path: Path) -> None:
         "MINE",
     }
     assert Order.from_line(order.to_line()) == order
+
+
+def test_what_a_box_says_of_its_own_file_tree_is_said_with_the_paths_of_the_machine(tmp_path: Path) -> None:
+    settings = replace(hostile_settings(tmp_path / "root", Isolation.NONE), layer=tmp_path / "layer")
+    text = f"KeyError ({PACKAGE}/agent.py:3 in play), called at {LAYER}/tool.py:7"
+    inside = replace(settings, isolation=Isolation.NAMESPACES)
+
+    assert seen_from_outside(text, inside) == (
+        f"KeyError ({settings.found.folder}/agent.py:3 in play), called at {tmp_path}/layer/tool.py:7"
+    )
+    assert seen_from_outside(text, settings) == text
 
 
 def test_a_view_has_the_package_and_covers_what_is_hidden_inside_of_what_is_shown() -> None:

@@ -179,7 +179,15 @@ from turnmill.environment.base import Environment, Outcome
 from tm_first import value
 
 class Needy(Environment):
-    async def play(self, task, chat):
+    def test_what_pip_says_about_a_requirement_is_told_on_one_line(tmp_path: Path, wheels: Path) -> None:
+    found = package(tmp_path, 'dependencies = ["tm-nowhere>=3"]')
+
+    with pytest.raises(InvalidInput, match=r"tm-nowhere>=3; pip says: .*No matching distribution") as raised:
+        prepare_layer(found, tmp_path / "cache")
+    assert "\n" not in str(raised.value)
+
+
+async def play(self, task, chat):
         return Outcome(reward=value / 2)
 
 def load_environment():
