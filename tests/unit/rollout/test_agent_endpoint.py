@@ -281,3 +281,32 @@ async def test_in_a_box_it_is_the_only_address_that_the_agent_needs(tmp_path: Pa
     async with boxed(settings, refusing(500, "engine_failed")) as (server, runner):
         result = await runner.run(leased(server))
     assert result.reason is InvalidReason.INFRA
+
+
+BLOCKING = """
+import openai
+from turnmill import openai_endpoint
+from turnmill.environment import Environment
+
+
+class Own(Environment):
+    async def play(self, task, chat):
+        async with openai_endpoint(chat) as endpoint:
+            client = openai.OpenAI(base_url=endpoint.base_url, api_key="none")
+            client.chat.completions.create(model="turnmill", messages=[{"role": "user", "content": "?"}])
+
+
+def load_environment():
+    return Own()
+"""
+
+
+async def test_a_synchronous_client_on_the_event_loop_is_found_with_the_package_s_line(tmp_path: Path) -> None:
+    make_package(tmp_path, "own-agent", source=BLOCKING)
+    found = find(EnvironmentChoice(env_id="own-agent"), root=tmp_path)
+    async with boxed(replace(settings_of(tmp_path, found), block_s=1.0), said_over_http) as (server, runner):
+        result = await runner.run(leased(server))
+
+    assert result.reason is InvalidReason.ENV_ERROR
+    assert "own_agent.py:11 in play" in (result.detail or "")
+    assert "what blocks belongs in a thread" in (result.detail or "")

@@ -16,6 +16,7 @@ from turnmill.rollout.box.order import HOME, LAYER, PACKAGE, Isolation, Limits, 
 from turnmill.rollout.box.usage import Usage
 from turnmill.rollout.box.view import bwrap_command, layout
 from turnmill.rollout.box.warden import Refused, claim_uid
+from turnmill.wiring.reading.logs import MergedLogs
 
 CHOOSE = """
 import sys
@@ -149,6 +150,17 @@ def test_a_log_keeps_what_is_usual_and_counts_what_is_not(tmp_path: Path) -> Non
     assert log.num_bytes == 8 + 200 * 65536
     assert log.num_cut > 0
     assert (tmp_path / "logs" / "environment.log").stat().st_size < 2 << 20
+
+
+def test_a_line_of_a_log_has_one_time_however_it_comes(tmp_path: Path) -> None:
+    log = BoxLog(tmp_path / "environment.log")
+    for part in (b"on", b"e\n", b"two\nthree\n", b"fo", b"ur"):
+        log.write(part)
+    merged = MergedLogs(tmp_path, ())
+    lines = [record.lines for record in merged.read(to_the_end=True)]
+    merged.close()
+    assert lines == [("one",), ("two",), ("three",), ("four",)]
+    assert log.tail.endswith("ur")
 
 
 def test_breaches_are_told_in_words() -> None:

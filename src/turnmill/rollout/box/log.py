@@ -1,4 +1,8 @@
-"""What a box writes to its standard output: kept in a file of limited size, and cut where it is a flood."""
+"""What a box writes to its standard output: kept in a file of limited size, and cut where it is a flood.
+
+Each line gets the time at which it came, in the form of the other logs of a run, so that they can be read as one. The
+clock is the worker's: a box may have another time zone, and may say what it likes.
+"""
 
 import time
 from collections import deque
@@ -21,6 +25,7 @@ class BoxLog:
         self.num_bytes = 0
         self._num_cut = 0
         self.num_cut = 0
+        self._is_line_begun = False
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -56,4 +61,14 @@ class BoxLog:
         if self._path.exists() and self._path.stat().st_size > _FILE_BYTES:
             self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
         with self._path.open("ab") as file:
-            file.write(data)
+            file.write(self._stamped(data))
+
+    def _stamped(self, data: bytes) -> bytes:
+        now = time.time()
+        moment = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now * 1000) % 1000:03d}"
+        head = f"{moment} environment INFO output: ".encode()
+        is_ended = data.endswith(b"\n")
+        lines = (data[:-1] if is_ended else data).replace(b"\n", b"\n" + head)
+        begin, end = b"" if self._is_line_begun else head, b"\n" if is_ended else b""
+        self._is_line_begun = not is_ended
+        return begin + lines + end
