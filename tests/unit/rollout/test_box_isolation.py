@@ -11,7 +11,7 @@ import pytest
 from tests.unit.rollout.boxes import hostile_settings, python_for
 from turnmill.errors import InvalidInput
 from turnmill.rollout.box.isolation import choose, order_of, places_of, seen_from_outside, uids
-from turnmill.rollout.box.log import BoxLog
+from turnmill.rollout.box.log import BoxLog, without_time
 from turnmill.rollout.box.order import HOME, LAYER, PACKAGE, Isolation, Limits, Order
 from turnmill.rollout.box.usage import Usage
 from turnmill.rollout.box.view import bwrap_command, layout
@@ -161,6 +161,8 @@ def test_a_line_of_a_log_has_one_time_however_it_comes(tmp_path: Path) -> None:
     merged.close()
     assert lines == [("one",), ("two",), ("three",), ("four",)]
     assert log.tail.endswith("ur")
+    kept = (tmp_path / "environment.log").read_text().splitlines()
+    assert [without_time(line) for line in [*kept, "another"]] == ["one", "two", "three", "four", "another"]
 
 
 def test_breaches_are_told_in_words() -> None:

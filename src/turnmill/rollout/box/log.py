@@ -10,6 +10,8 @@ from pathlib import Path
 
 _FILE_BYTES = 4 << 20
 _TAIL_LINES, _LINE_BYTES = 20, 500
+# Between the time and what a box wrote.
+_HEAD = " environment INFO output: "
 # Bytes that are kept in one second on average, and at once.
 _RATE, _BURST = 256 << 10, 1 << 20
 
@@ -66,9 +68,15 @@ class BoxLog:
     def _stamped(self, data: bytes) -> bytes:
         now = time.time()
         moment = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now * 1000) % 1000:03d}"
-        head = f"{moment} environment INFO output: ".encode()
+        head = f"{moment}{_HEAD}".encode()
         is_ended = data.endswith(b"\n")
         lines = (data[:-1] if is_ended else data).replace(b"\n", b"\n" + head)
         begin, end = b"" if self._is_line_begun else head, b"\n" if is_ended else b""
         self._is_line_begun = not is_ended
         return begin + lines + end
+
+
+def without_time(line: str) -> str:
+    """A line of such a log, or of another one, as the box wrote it."""
+    before, head, said = line.partition(_HEAD)
+    return said if head else before
