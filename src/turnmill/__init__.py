@@ -10,9 +10,17 @@ if TYPE_CHECKING:
     from turnmill.api import check_all_queues as check_all_queues
     from turnmill.conversation.openai_client import AsyncTurnmillClient as AsyncTurnmillClient
     from turnmill.conversation.openai_client import PollingHttpClient as PollingHttpClient
+    from turnmill.rollout.endpoint import openai_endpoint as openai_endpoint
 
 __version__ = "0.1.0"
-__all__ = ["AsyncTurnmillClient", "PollingHttpClient", "QueueStatus", "__version__", "check_all_queues"]
+__all__ = [
+    "AsyncTurnmillClient",
+    "PollingHttpClient",
+    "QueueStatus",
+    "__version__",
+    "check_all_queues",
+    "openai_endpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,4 +35,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             raise ImportError(f"{name} needs the openai package: pip install 'turnmill[client]'") from error
         return getattr(openai_client, name)
+    if name == "openai_endpoint":
+        from turnmill.rollout.endpoint import openai_endpoint
+
+        return openai_endpoint
     raise AttributeError(f"module 'turnmill' has no attribute {name!r}")

@@ -6,6 +6,7 @@ from turnmill import __version__
 from turnmill.cli.alerts import alerts
 from turnmill.cli.chat import chat
 from turnmill.cli.cleanup import cleanup
+from turnmill.cli.conversations import conversations
 from turnmill.cli.cost import cost
 from turnmill.cli.data import data
 from turnmill.cli.deploy import deploy
@@ -26,7 +27,7 @@ from turnmill.cli.up import cancel, up, upload
 SECTIONS = {
     "Train": (demo, data, env, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
-    "Look": (runs, status, watch, logs, queues, cost, alerts),
+    "Look": (runs, status, watch, conversations, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),
     "Of processes": (role,),
 }

@@ -36,6 +36,7 @@ from turnmill.environment.registry import PACKAGES, EnvironmentKind, digest_of_f
 from turnmill.environment.scaffold import Style, new_package
 from turnmill.errors import InvalidInput, printable
 from turnmill.records import CheckState, PreflightReport
+from turnmill.rollout.box.log import without_time
 from turnmill.wiring import environments
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.running.control import resolve
@@ -239,7 +240,7 @@ def _figures(report: PreflightReport) -> Iterator[str]:
 
 def _tail(log: Path) -> list[str]:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return [printable(line, limit=_TAIL_WIDTH) for line in lines[-_TAIL_LINES:]]
+    return [printable(without_time(line), limit=_TAIL_WIDTH) for line in lines[-_TAIL_LINES:]]
 
 
 # ---------------------------------------------------------------- archives

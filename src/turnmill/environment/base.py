@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Score
 from turnmill.environment.rewards import RewardFunction, own
-from turnmill.errors import DataError, GenerationFailed
+from turnmill.errors import DataError
 from turnmill.records import FinishReason, Reply, ReplyTokens, Task, encode
 
 __all__ = [
@@ -114,10 +114,15 @@ def opening_messages(task: Task) -> list[dict[str, Any]]:
 
 
 def is_context_full(error: BaseException) -> bool:
-    """Whether a call failed because its conversation is full; also of calls side by side, whose errors are a group."""
+    """Whether a call failed because its conversation is full; also of calls side by side, whose errors are a group.
+
+    Another client (OpenAI's) has an error of its own with that code, and a framework one that was raised from it.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(is_context_full(inner) for inner in error.exceptions)
-    return isinstance(error, GenerationFailed) and error.code == CONTEXT_LENGTH_EXCEEDED
+    if getattr(error, "code", None) == CONTEXT_LENGTH_EXCEEDED:
+        return True
+    return error.__cause__ is not None and is_context_full(error.__cause__)
 
 
 class ScriptEnded(Exception):

@@ -213,6 +213,14 @@ def _not_found(choice: EnvironmentChoice, places: Iterable[Path]) -> NotFound:
 # ---------------------------------------------------------------- loading
 
 
+def _mend(error: Exception, found: FoundEnvironment) -> str:
+    """What to do about a module that is not there; empty where that is no requirement's."""
+    name = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+    if not name or found.folder is None or name in (found.module, __package__.partition(".")[0]):
+        return ""
+    return f"; if it is {name} that is missing, add what brings it to [project] dependencies in pyproject.toml"
+
+
 def _imported(found: FoundEnvironment) -> ModuleType:
     """The module; raises `InvalidInput` with the place in the package's code where it fails."""
     source = None if found.folder is None else source_of(found.choice.env_id, found.folder)
@@ -224,7 +232,7 @@ def _imported(found: FoundEnvironment) -> ModuleType:
     try:
         module = importlib.import_module(found.module)
     except Exception as error:  # the boundary to the package's code
-        raise InvalidInput(f"{_label(found)} can't be imported: {_described(error)}") from error
+        raise InvalidInput(f"{_label(found)} can't be imported: {_described(error)}{_mend(error, found)}") from error
     if source is not None and Path(module.__file__ or "").resolve() != source.resolve():
         raise InvalidInput(f"{_label(found)}: another module is called {found.module}: {module.__file__}")
     return module

@@ -167,6 +167,20 @@ def _named(each: RewardFunction) -> Iterator[None]:
 
 
 def _in_range(each: RewardFunction, value: Any) -> float:
+    try:
+        return _checked(each, value)
+    except RewardError as error:
+        # Raised here, but made there.
+        raise RewardFunctionFailed(f"{error}{_home_of(each.function)}") from error
+
+
+def _home_of(function: Callable[..., Any]) -> str:
+    """` (file:line in function)` of where it begins; empty for what is no Python function."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""
+
+
+def _checked(each: RewardFunction, value: Any) -> float:
     number = finite(f"reward function {each.name}: its value", value)
     if not each.low <= number <= each.high:
         raise RewardError(

@@ -12,13 +12,14 @@ the one, and invalid.
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from turnmill.conversation.client import LeasedRollout
 from turnmill.conversation.http import HttpClient
 from turnmill.errors import InvalidInput, RolloutGivenBack
 from turnmill.records import InvalidReason, RolloutResult, Task, digest_of, encode
 from turnmill.rollout.box.box import BoxEnded, LoadError
-from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.box.isolation import Settings, seen_from_outside
 from turnmill.rollout.box.pool import BoxPool, Seat
 from turnmill.rollout.box.relay import Relay, Watch
 from turnmill.rollout.box.results import failed, refused, result_of
@@ -44,7 +45,7 @@ class BoxedRunner:
         training_timeout_s: float,
     ) -> None:
         """`num_slots`: rollouts that share a box. `training_timeout_s` bounds one, as its lease's deadline does."""
-        self._env = settings.found.choice.name
+        self._settings = settings
         self._has_network = settings.has_network
         self._relay = Relay(session, call_timeout_s=settings.call_timeout_s)
         self._pool = BoxPool(settings, self._relay, shared_size=num_slots)
@@ -59,7 +60,8 @@ class BoxedRunner:
         try:
             await self._pool.start()
         except LoadError as error:
-            raise InvalidInput(f"{self._env} can't be loaded in its box: {error}") from error
+            env, why = self._settings.found.choice.name, seen_from_outside(str(error), self._settings)
+            raise InvalidInput(f"{env} can't be loaded in its box: {why}") from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -85,6 +87,8 @@ class BoxedRunner:
         finally:
             self._relay.close(path)
             self._pool.leave(seat)
+        if result.detail is not None:
+            result = replace(result, detail=seen_from_outside(result.detail, self._settings))
         if result.reason is not None:
             logger.warning("rollout is invalid: %s: %s", result.reason, result.detail)
         return result

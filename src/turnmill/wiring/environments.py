@@ -34,7 +34,7 @@ from turnmill.errors import InvalidInput, NotFound, printable
 from turnmill.pipeline.preparing import preflight_request
 from turnmill.records import Check, CheckState, EnvironmentChoice, EnvironmentOrigin, PreflightReport
 from turnmill.rollout.box.box import Box, LoadError
-from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.box.isolation import Settings, seen_from_outside
 from turnmill.rollout.box.layers import missing
 from turnmill.rollout.box.relay import Relay
 from turnmill.telemetry import redact
@@ -156,7 +156,7 @@ async def _loads(found: FoundEnvironment, root: Path, *, log: Path) -> Check:
         try:
             box = await Box.start(settings, Relay(session, call_timeout_s=_CALL_TIMEOUT_S))
         except LoadError as error:
-            return _failed("loads", str(error))
+            return _failed("loads", seen_from_outside(str(error), settings))
         await asyncio.shield(box.close())
     return _ok("loads", f"in a box by {settings.isolation}")
 

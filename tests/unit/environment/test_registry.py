@@ -142,6 +142,8 @@ def test_a_folder_that_is_no_package_is_refused_with_what_is_missing(tmp_path: P
     ("code", "message"),
     [
         ("import no_such_module_anywhere\n", r"can't be imported: ModuleNotFoundError: .*broken.py:1 in <module>"),
+        ("import no_such_module.part\n", r"if it is no_such_module that is missing, add .* in pyproject.toml$"),
+        ("import turnmill.no_such_part\n", r"No module named 'turnmill.no_such_part' \(.*broken.py:1 in <module>\)$"),
         ("def load_environment(:\n", r"can't be imported: SyntaxError: .*broken.py:1"),
         ("x = 1\n", "the module broken has no function load_environment"),
         ("def load_environment(): return 5\n", "must return a turnmill.environment.Environment .* not a builtins.int"),

@@ -112,6 +112,8 @@ async def test_a_value_that_is_no_reward_is_an_error_with_the_function_s_name(pe
     result = await result_of(Two(reward(lambda *given: one(given[0]), name="odd", per=per, weight=0.1)))
     assert (result.reward, result.reason) == (None, InvalidReason.REWARD_ERROR)
     assert "reward function odd: its value" in str(result.detail) and text in str(result.detail)
+    # Where the function is, not where its value was looked at.
+    assert str(result.detail).endswith("in <lambda>)") and "test_rewards.py:" in str(result.detail)
 
 
 async def test_a_function_that_raises_is_an_error_with_its_name_and_place() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from tests.unit.rollout.boxes import hostile_settings, python_for
 from turnmill.errors import InvalidInput
-from turnmill.rollout.box.isolation import choose, order_of, places_of, uids
-from turnmill.rollout.box.log import BoxLog
-from turnmill.rollout.box.order import HOME, PACKAGE, Isolation, Limits, Order
+from turnmill.rollout.box.isolation import choose, order_of, places_of, seen_from_outside, uids
+from turnmill.rollout.box.log import BoxLog, without_time
+from turnmill.rollout.box.order import HOME, LAYER, PACKAGE, Isolation, Limits, Order
 from turnmill.rollout.box.usage import Usage
 from turnmill.rollout.box.view import bwrap_command, layout
 from turnmill.rollout.box.warden import Refused, claim_uid
+from turnmill.wiring.reading.logs import MergedLogs
 
 CHOOSE = """
 import sys
@@ -70,6 +71,17 @@ def test_a_box_gets_none_of_the_worker_s_variables(tmp_path: Path) -> None:
         "MINE",
     }
     assert Order.from_line(order.to_line()) == order
+
+
+def test_what_a_box_says_of_its_own_file_tree_is_said_with_the_paths_of_the_machine(tmp_path: Path) -> None:
+    settings = replace(hostile_settings(tmp_path / "root", Isolation.NONE), layer=tmp_path / "layer")
+    text = f"KeyError ({PACKAGE}/agent.py:3 in play), called at {LAYER}/tool.py:7"
+    inside = replace(settings, isolation=Isolation.NAMESPACES)
+
+    assert seen_from_outside(text, inside) == (
+        f"KeyError ({settings.found.folder}/agent.py:3 in play), called at {tmp_path}/layer/tool.py:7"
+    )
+    assert seen_from_outside(text, settings) == text
 
 
 def test_a_view_has_the_package_and_covers_what_is_hidden_inside_of_what_is_shown() -> None:
@@ -138,6 +150,19 @@ def test_a_log_keeps_what_is_usual_and_counts_what_is_not(tmp_path: Path) -> Non
     assert log.num_bytes == 8 + 200 * 65536
     assert log.num_cut > 0
     assert (tmp_path / "logs" / "environment.log").stat().st_size < 2 << 20
+
+
+def test_a_line_of_a_log_has_one_time_however_it_comes(tmp_path: Path) -> None:
+    log = BoxLog(tmp_path / "environment.log")
+    for part in (b"on", b"e\n", b"two\nthree\n", b"fo", b"ur"):
+        log.write(part)
+    merged = MergedLogs(tmp_path, ())
+    lines = [record.lines for record in merged.read(to_the_end=True)]
+    merged.close()
+    assert lines == [("one",), ("two",), ("three",), ("four",)]
+    assert log.tail.endswith("ur")
+    kept = (tmp_path / "environment.log").read_text().splitlines()
+    assert [without_time(line) for line in [*kept, "another"]] == ["one", "two", "three", "four", "another"]
 
 
 def test_breaches_are_told_in_words() -> None:

@@ -174,6 +174,14 @@ def test_two_that_begin_at_once_and_one_that_is_killed_leave_one_whole_layer(tmp
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
+def test_what_pip_says_about_a_requirement_is_told_on_one_line(tmp_path: Path, wheels: Path) -> None:
+    found = package(tmp_path, 'dependencies = ["tm-nowhere>=3"]')
+
+    with pytest.raises(InvalidInput, match=r"tm-nowhere>=3; pip says: .*No matching distribution") as raised:
+        prepare_layer(found, tmp_path / "cache")
+    assert "\n" not in str(raised.value)
+
+
 NEEDY = """
 from turnmill.environment.base import Environment, Outcome
 from tm_first import value

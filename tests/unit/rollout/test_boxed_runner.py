@@ -1,6 +1,7 @@
 """Rollouts in boxes: what is played, refused and given back. What harm environments do is in the hostile tests."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -192,4 +193,7 @@ async def test_output_bears_the_rollout_that_wrote_it(tmp_path: Path) -> None:
 
     assert {report["aggregate_reward_score"] for report in reports.values()} == {1.0}
     lines = (tmp_path / "environment.log").read_text().splitlines()
-    assert sorted(lines) == ["[-] loaded with 0", "[t_0] one t_0", "[t_0] two", "[t_1] one t_1", "[t_1] two"]
+    # As the other logs of a run, which `turnmill logs` reads as one.
+    heads, said = zip(*(line.split(" environment INFO output: ") for line in lines), strict=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", head) for head in heads)
+    assert sorted(said) == ["[-] loaded with 0", "[t_0] one t_0", "[t_0] two", "[t_1] one t_1", "[t_1] two"]

@@ -153,6 +153,15 @@ def warden_command(python: str) -> list[str]:
     return [python, "-I", "-S", "-c", _boot("warden")]
 
 
+def seen_from_outside(text: str, settings: Settings) -> str:
+    """What a box says, with the paths of its own file tree as people here know them."""
+    if settings.isolation.has_view:
+        for inside, outside in ((PACKAGE, settings.found.folder), (LAYER, settings.layer)):
+            if outside is not None:
+                text = text.replace(inside, str(outside))
+    return text
+
+
 def places_of(settings: Settings, base: Path | None) -> Places:
     """`base` is the box's own folder on the machine, where it has no file tree of its own; copies what it must read.
 

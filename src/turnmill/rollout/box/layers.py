@@ -144,11 +144,17 @@ def _install(python: Path, wanted: list[str], found: FoundEnvironment, aside: Pa
             f"the requirements of {found.choice.name} were not installed within {_INSTALL_S:g} s: {', '.join(wanted)}"
         ) from error
     if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-_TAIL_LINES:])
         raise InvalidInput(
-            f"the requirements of {found.choice.name} can't be installed (wheels only): {', '.join(wanted)}\n"
-            f"{redact(tail)}"
+            f"the requirements of {found.choice.name} can't be installed (wheels only): {', '.join(wanted)}; "
+            f"pip says: {redact(_said(done.stdout + done.stderr))}"
         )
+
+
+def _said(output: str) -> str:
+    """What went wrong in the output of pip, on one line; its last lines where it names no error."""
+    lines = output.splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return "; ".join(errors or lines[-_TAIL_LINES:])
 
 
 def _module_path() -> list[str]:

@@ -1,4 +1,8 @@
-"""What a box writes to its standard output: kept in a file of limited size, and cut where it is a flood."""
+"""What a box writes to its standard output: kept in a file of limited size, and cut where it is a flood.
+
+Each line gets the time at which it came, in the form of the other logs of a run, so that they can be read as one. The
+clock is the worker's: a box may have another time zone, and may say what it likes.
+"""
 
 import time
 from collections import deque
@@ -6,6 +10,8 @@ from pathlib import Path
 
 _FILE_BYTES = 4 << 20
 _TAIL_LINES, _LINE_BYTES = 20, 500
+# Between the time and what a box wrote.
+_HEAD = " environment INFO output: "
 # Bytes that are kept in one second on average, and at once.
 _RATE, _BURST = 256 << 10, 1 << 20
 
@@ -21,6 +27,7 @@ class BoxLog:
         self.num_bytes = 0
         self._num_cut = 0
         self.num_cut = 0
+        self._is_line_begun = False
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -56,4 +63,20 @@ class BoxLog:
         if self._path.exists() and self._path.stat().st_size > _FILE_BYTES:
             self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
         with self._path.open("ab") as file:
-            file.write(data)
+            file.write(self._stamped(data))
+
+    def _stamped(self, data: bytes) -> bytes:
+        now = time.time()
+        moment = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now * 1000) % 1000:03d}"
+        head = f"{moment}{_HEAD}".encode()
+        is_ended = data.endswith(b"\n")
+        lines = (data[:-1] if is_ended else data).replace(b"\n", b"\n" + head)
+        begin, end = b"" if self._is_line_begun else head, b"\n" if is_ended else b""
+        self._is_line_begun = not is_ended
+        return begin + lines + end
+
+
+def without_time(line: str) -> str:
+    """A line of such a log, or of another one, as the box wrote it."""
+    before, head, said = line.partition(_HEAD)
+    return said if head else before

@@ -22,6 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ from turnmill.rollout.box.wire import (
 _CALL_MARGIN_S = 30.0
 _TICK_S = 0.25
 _LONGEST_LINE = 8192
+# What `asyncio.to_thread` has for all rollouts together; fewer than the box may have processes and threads.
+_NUM_THREADS = 64
 
 _play: contextvars.ContextVar[int | None] = contextvars.ContextVar("play", default=None)
 _sample: contextvars.ContextVar[str] = contextvars.ContextVar("sample", default="-")
@@ -83,6 +86,9 @@ def main() -> None:
     output = TaggedOutput(1)
     sys.stdout = sys.stderr = cast(TextIO, output)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "httpx2"):
+        # A line for each call of an agent's client, with the path of its rollout.
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         environment = load_environment(order)
     except BaseException as error:  # the boundary to the environment's code, which may also exit
@@ -90,7 +96,7 @@ def main() -> None:
         link.send(LoadFailed(detail=_printable(text)))
         return
     link.send(Loaded())
-    uvloop.run(Player(environment, link, origin, call_timeout_s=order.call_timeout_s).run())
+    uvloop.run(Player(environment, link, origin, call_timeout_s=order.call_timeout_s, package=order.package).run())
 
 
 def load_environment(order: Load) -> Environment:
@@ -138,8 +144,12 @@ class Link:
 class Player:
     """The rollouts of one process."""
 
-    def __init__(self, environment: Environment, link: Link, origin: str, *, call_timeout_s: float) -> None:
+    def __init__(
+        self, environment: Environment, link: Link, origin: str, *, call_timeout_s: float, package: str | None
+    ) -> None:
+        """`package`: the folder of the environment's own code, where it has one."""
         self._environment = environment
+        self._package = package
         self._link = link
         self._origin = origin
         self._call_timeout_s = call_timeout_s
@@ -155,6 +165,8 @@ class Player:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(cast(Any, self._make_task))
+        # For agents that are not async: a thread each, which mostly waits for the model.
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="agent"))
         async with HttpClient() as session:
             threading.Thread(target=self._listen, args=(loop, session), name="control", daemon=True).start()
             while not self._over.is_set():
@@ -186,7 +198,7 @@ class Player:
         blocked_s = max(0.0, time.monotonic() - self._ticked - 2 * _TICK_S)
         current = asyncio.current_task(loop)
         running = None if current is None else self._plays.get(current)
-        return Pong(blocked_s=blocked_s, running=running, place=_place() if blocked_s else "")
+        return Pong(blocked_s=blocked_s, running=running, place=_place(self._package) if blocked_s else "")
 
     # ------------------------------------------------------------ on the event loop
 
@@ -262,11 +274,14 @@ def _ended(play: int, result: RolloutResult) -> Ended:
     return ended
 
 
-def _place() -> str:
-    """Where the thread of the event loop is: its innermost calls, last one first."""
+def _place(package: str | None) -> str:
+    """Where the thread of the event loop is: its innermost call, and those of the package that led there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = reversed(traceback.extract_stack(frame)[-3:])
-    return ", called at ".join(f"{call.filename}:{call.lineno} in {call.name}" for call in calls)
+    stack = traceback.extract_stack(frame)
+    own = [call for call in stack if package is not None and call.filename.startswith(package)]
+    # None of them for an environment without a folder of its own.
+    shown = [*own[-2:], *(stack[-1:] if own and stack[-1] is not own[-1] else ())] or stack[-3:]
+    return ", called at ".join(f"{call.filename}:{call.lineno} in {call.name}" for call in reversed(shown))
 
 
 def _printable(text: str) -> str:

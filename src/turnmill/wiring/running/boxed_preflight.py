@@ -15,7 +15,7 @@ from turnmill.pipeline.preparing import request_key
 from turnmill.ports import BlobStore
 from turnmill.records import Check, CheckState, EnvironmentChoice, PreflightReport, PreflightRequest, decode
 from turnmill.rollout.box.box import Box, BoxEnded, LoadError
-from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.box.isolation import Settings, seen_from_outside
 from turnmill.rollout.box.relay import Relay
 from turnmill.telemetry import redact
 from turnmill.wiring.running.preflight import leave_report, rows_of, unless_stopped
@@ -73,27 +73,31 @@ async def examine_boxed(
         relay = Relay(session, call_timeout_s=limit_s)
         try:
             settings = await asyncio.to_thread(settings_of, request.environment)
+        except InvalidInput as error:
+            return _failed("loads", str(error))
+        try:
             box = await Box.start(replace(settings, block_s=limit_s), relay)
         except (InvalidInput, LoadError) as error:
-            return _failed("loads", str(error))
+            return _failed("loads", seen_from_outside(str(error), settings))
         try:
             # Where the data lies is not its business.
             report = await box.examine(
                 replace(request, data_path=""), tasks, others, playing=begins, limit_s=limit_s + _MARGIN_S
             )
         except BoxEnded as error:
-            return _failed("limits", f"{what}: {error}")
+            return _failed("limits", seen_from_outside(f"{what}: {error}", settings))
         finally:
             await asyncio.shield(box.close())
-    return _printable(report)
+    return _printable(report, settings)
 
 
-def _printable(report: PreflightReport) -> PreflightReport:
+def _printable(report: PreflightReport, settings: Settings) -> PreflightReport:
     """What a box says is shown to people."""
     return replace(
         report,
         checks=tuple(
-            replace(check, name=printable(check.name), detail=_shown(check.detail)) for check in report.checks
+            replace(check, name=printable(check.name), detail=_shown(seen_from_outside(check.detail, settings)))
+            for check in report.checks
         ),
         mean_rewards={printable(script): mean for script, mean in report.mean_rewards.items()},
     )
