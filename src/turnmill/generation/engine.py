@@ -7,7 +7,7 @@ cache that was never kept (its answer lost against another replica's) is never c
 Not thread-safe: one owner, which never calls two methods at once. `step` may run in a thread of its own meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,8 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_new_tokens: int
     # Any of them ends the call; it is sampled, and part of the result.
     end_ids: frozenset[int]
+    # Asked after each token, with all that were sampled, whether the call is over; None: no text ends it.
+    is_over: Callable[[Sequence[int]], bool] | None = None
 
 
 class EngineResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -39,7 +39,7 @@ from turnmill.generation.answers import (
 from turnmill.generation.engine import Engine, EngineCall, EngineResult
 from turnmill.generation.recorder import Ended, Recorder
 from turnmill.generation.renderer import Renderer
-from turnmill.generation.replies import read_reply, reads_calls
+from turnmill.generation.replies import ends_at, read_reply, reads_calls
 from turnmill.generation.stability import warn_of_differences
 from turnmill.generation.stored import read_calls, read_paths
 from turnmill.ports import Leased, RunPorts, Write
@@ -298,6 +298,11 @@ class _Replica:
                     sampling=request.sampling,
                     max_new_tokens=room,
                     end_ids=self._renderer.end_ids,
+                    is_over=ends_at(
+                        self._renderer,
+                        reads_calls(self._renderer, request.tools, request.tool_choice),
+                        request.sampling.stop,
+                    ),
                 )
             )
         except GenerationFailed as error:

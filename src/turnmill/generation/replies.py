@@ -2,11 +2,13 @@
 
     what the reply was begun with + decoded tokens -> [stop strings cut the text, not the tokens] -> content, tool calls
 
+Sampling ends with the token that completes a stop string (`ends_at`); that one, and those that began it, are kept.
+
 A stop string in the midst of a call cuts it as well, and a call that is not whole is text.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -54,6 +56,28 @@ def read_reply(
     if place is not None:
         text, finish_reason = text[:place], FinishReason.STOP
     return read_text(syntax, begun + text, call_id=call_id, finish_reason=finish_reason)
+
+
+def ends_at(
+    renderer: Renderer, syntax: ToolSyntax | None, stops: Sequence[str]
+) -> Callable[[Sequence[int]], bool] | None:
+    """Whether sampled tokens hold a stop string, asked after each token; None where nothing is looked for.
+
+    The token that completes it is the last one: what a client does not see must not be gone on from, nor be trained.
+    """
+    wanted = [stop for stop in stops if stop]
+    if not wanted:
+        return None
+    # Several tokens may make one character, and a cut character changes its neighbours.
+    num_looked_at = 4 * max(map(len, wanted)) + 8
+
+    decode = renderer.decode if syntax is None else renderer.decode_calls
+
+    def is_over(token_ids: Sequence[int]) -> bool:
+        text = decode(token_ids[-num_looked_at:])
+        return any(stop in text for stop in wanted)
+
+    return is_over
 
 
 def read_text(syntax: ToolSyntax | None, text: str, *, call_id: str, finish_reason: FinishReason) -> ReadReply:

@@ -138,12 +138,12 @@ async def test_tokens_from_a_restricted_draw_are_never_trained(
     assert_exact(plain_logprobs, shipped, call.token_ids, call)
 
 
-async def test_a_stop_string_cuts_the_text_and_no_token(ports: RunPorts, speller: Path) -> None:
+async def test_a_stop_string_ends_the_call_and_cuts_the_text_and_no_token(ports: RunPorts, speller: Path) -> None:
     async with serving(ports, CountingEngine(speller), speller):
         sampling = Sampling(max_new_tokens=5, stop=("an",))
         response = await ask(ports, request_for("a_0", sampling=sampling))
     call = await recorded(ports, "a_0")
-    assert call.reply["content"] == "cr" and call.num_sampled == 5
+    assert call.reply["content"] == "cr" and call.num_sampled == len("cran")
     assert response.finish_reason == "stop"
 
 

@@ -64,6 +64,8 @@ class TransformersEngine:
         self._ends_ev = np.zeros((0, self.vocab_size), dtype=bool)
         self._end_set_s: Ints = np.zeros(num_slots, dtype=np.int64)
         self._generators: dict[int, np.random.Generator] = {}
+        # Slots whose calls a text may end.
+        self._watched_s = np.zeros(num_slots, dtype=bool)
         self._calls: dict[int, EngineCall] = {}
         self._to_prefill: dict[int, Ints] = {}
         # Beginnings of conversations, and slots that hold them or will after their prefill.
@@ -126,6 +128,7 @@ class TransformersEngine:
         self._end_set_s[slot] = self._end_set(call.end_ids)
         self._generators[slot] = generator_of(call.seed_parts)
         self._calls[slot] = call
+        self._watched_s[slot] = call.is_over is not None
         self._to_prefill[slot] = feed
 
     def keep(self, call_id: str, prefix_key: str) -> None:
@@ -292,10 +295,16 @@ class TransformersEngine:
         self._count_s[rows_b] = counts_b + 1
         is_broken_b = ~np.isfinite(logprobs_b)
         has_stopped_b = self._ends_ev[self._end_set_s[rows_b], tokens_b]
+        for row in np.flatnonzero(self._watched_s[rows_b] & ~has_stopped_b & ~is_broken_b).tolist():
+            has_stopped_b[row] = self._is_over(int(rows_b[row]))
         is_full_b = counts_b + 1 >= self._limit_s[rows_b]
         for row in np.flatnonzero(has_stopped_b | is_full_b | is_broken_b).tolist():
             slot = int(rows_b[row])
             results.append(self._end(slot, stopped=bool(has_stopped_b[row]), broken=bool(is_broken_b[row])))
+
+    def _is_over(self, slot: int) -> bool:
+        is_over = self._calls[slot].is_over
+        return is_over is not None and is_over(self._out_ids_sw[slot, : int(self._count_s[slot])].tolist())
 
     def _restrictions(self, rows_b: Ints) -> list[tuple[int, float, int, float]]:
         """(row, temperature, top_k, top_p) of the rows that do not draw from the full support."""
