@@ -35,6 +35,11 @@ def load_environment(*, fault: str = "", read: str = "") -> Environment:
     if fault == "print":
         print("what went wrong")
         os._exit(4)
+    if fault == "take_signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+    if fault == "say_what_terminals_do":
+        raise KeyError("\x1b]0;owned\x07")
     return Hostile()
 
 
@@ -176,6 +181,21 @@ def _write_all(data: bytes) -> None:
 
 
 @deed
+async def claim_twice(task: Task) -> None:
+    """Two ends of one rollout."""
+    import msgspec
+
+    content = msgspec.msgpack.encode({"type": "Ended", "play": int(task.metadata["play"]), "reward": 0.5})
+    os.write(_CONTROL_FD, 2 * (struct.pack(">I", len(content)) + content))
+    await asyncio.sleep(600)
+
+
+@deed
+async def claim_without_a_call(task: Task) -> Outcome:
+    return Outcome(reward=1.0)
+
+
+@deed
 async def claim_reward(task: Task) -> None:
     """Says itself how rollout 1 ended, as a player would."""
     import msgspec
@@ -263,7 +283,11 @@ def _relay_port() -> int:
 
 @deed
 async def leave_files(task: Task) -> None:
-    Path("/tmp", task.metadata["mark"]).write_text("x")  # noqa: ASYNC240
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):
+        try:
+            Path(folder, task.metadata["mark"]).write_text("x")  # noqa: ASYNC240
+        except OSError:
+            continue
 
 
 @deed
@@ -292,6 +316,88 @@ async def fork_bomb(task: Task) -> None:
                 continue
         except OSError:
             time.sleep(0.01)  # noqa: ASYNC251
+
+
+@deed
+async def hold_connections(task: Task) -> None:
+    """More than a process may have files, each with a request that was answered."""
+    request = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+    for _ in range(3):
+        if os.fork() == 0:
+            for _ in range(700):
+                connection = socket.create_connection(("127.0.0.1", _relay_port()), timeout=20)
+                connection.sendall(request)
+                _kept.append(connection)
+            time.sleep(600)  # noqa: ASYNC251
+    await asyncio.sleep(600)
+
+
+@deed
+async def fill_with_empty_files(task: Task) -> dict[str, float]:
+    """How many there may be in memory."""
+    number = 0
+    try:
+        for number in range(100_000):  # noqa: B007
+            os.close(os.open(f"/dev/shm/empty-{number}", os.O_CREAT))
+    except OSError:
+        pass
+    return {"files": float(number)}
+
+
+@deed
+async def dig(task: Task) -> dict[str, float]:
+    """1 for everything that gives it more than it was given."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _, status = os.waitpid(_child(lambda: libc.unshare(_NEW_USER | _NEW_MOUNTS)), 0)
+    _, cloned = os.waitpid(_child(lambda: _cloned(libc)), 0)
+    return {
+        "namespaces": float(os.waitstatus_to_exitcode(status) == 0),
+        "namespaces_by_clone": float(os.waitstatus_to_exitcode(cloned) == 0),
+        "shared_memory": float(libc.shmget(0, 64 << 20, 0o1600) >= 0),
+        "messages": float(libc.msgget(0, 0o1600) >= 0),
+        "semaphores": float(libc.semget(0, 1, 0o1600) >= 0),
+        "memory_files": float(libc.memfd_create(b"x", 0) >= 0),
+        "keys": float(libc.syscall(_KEYCTL[os.uname().machine], 0, -3, 0) >= 0),
+        "a_worker_is_first_to_go": float(int(Path("/proc/self/oom_score_adj").read_text()) < 500),  # noqa: ASYNC240
+    }
+
+
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x20000
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+
+
+def _child(job: Callable[[], int]) -> int:
+    """Ends with 0 where the job returns 0."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if job() == 0 else 1)
+    return pid
+
+
+def _cloned(libc: Any) -> int:
+    """-1, or the status of a child in a namespace of its own."""
+    pid = libc.syscall(_CLONE[os.uname().machine], _NEW_USER | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    return -1 if pid < 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------- signals
+
+
+@deed
+async def be_told_to_end(task: Task) -> None:
+    """Its constructor took these signals for itself."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(600)
+
+
+@deed
+async def end_a_child(task: Task) -> dict[str, float]:
+    child = await asyncio.create_subprocess_exec("/bin/sleep", "600")
+    child.terminate()
+    return {"code": float(await child.wait())}
 
 
 # ---------------------------------------------------------------- what is not its business
