@@ -337,7 +337,7 @@ async def fill_with_empty_files(task: Task) -> dict[str, float]:
     """How many there may be in memory."""
     number = 0
     try:
-        for number in range(100_000):  # noqa: B007
+        for number in range(100_000):
             os.close(os.open(f"/dev/shm/empty-{number}", os.O_CREAT))
     except OSError:
         pass
@@ -348,11 +348,11 @@ async def fill_with_empty_files(task: Task) -> dict[str, float]:
 async def dig(task: Task) -> dict[str, float]:
     """1 for everything that gives it more than it was given."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _, status = os.waitpid(_child(lambda: libc.unshare(_NEW_USER | _NEW_MOUNTS)), 0)
-    _, cloned = os.waitpid(_child(lambda: _cloned(libc)), 0)
+    unshared = _ends_well(lambda: libc.unshare(_NEW_USER | _NEW_MOUNTS))
+    cloned = _ends_well(lambda: _cloned(libc))
     return {
-        "namespaces": float(os.waitstatus_to_exitcode(status) == 0),
-        "namespaces_by_clone": float(os.waitstatus_to_exitcode(cloned) == 0),
+        "namespaces": float(unshared),
+        "namespaces_by_clone": float(cloned),
         "shared_memory": float(libc.shmget(0, 64 << 20, 0o1600) >= 0),
         "messages": float(libc.msgget(0, 0o1600) >= 0),
         "semaphores": float(libc.semget(0, 1, 0o1600) >= 0),
@@ -367,12 +367,12 @@ _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
-def _child(job: Callable[[], int]) -> int:
-    """Ends with 0 where the job returns 0."""
+def _ends_well(job: Callable[[], int]) -> bool:
+    """Whether the job returns 0, in a process of its own."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if job() == 0 else 1)
-    return pid
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def _cloned(libc: Any) -> int:

@@ -63,7 +63,7 @@ class _Program(ctypes.Structure):
 def refuse_calls() -> None:
     """From now on, for this process and all that come from it; it must have given up gaining privileges.
 
-    Raises `OSError` where the kernel refuses the filter. Where there is none for this machine, it is said, and left out.
+    Raises `OSError` where the kernel refuses the filter. Where this machine has no list, that is said.
     """
     machine = platform.machine()
     if machine not in _NUMBERS:

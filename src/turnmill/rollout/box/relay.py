@@ -33,7 +33,7 @@ _ROUTE = re.compile(rb"/(chat/completions|completions|models)(/[A-Za-z0-9%._:~-]
 _PATH = re.compile(rb"(/r/[A-Za-z0-9_-]+/v1)(/.*)")
 _HEADERS = (b"idempotency-key", b"prefer", b"x-stainless-retry-count")
 _KEY = "idempotency-key"
-_EVENTS = b"text/event-stream"
+_JSON, _EVENTS = b"application/json", b"text/event-stream"
 # The client in the box waits this much longer for the relay than the relay for the proxy.
 _CALL_MARGIN_S = 30.0
 _IDLE_S = 75.0
@@ -274,12 +274,13 @@ async def _unless_gone(asking: Coroutine[None, None, tuple[int, bytes]], receive
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:
-    if body.startswith(b"{"):
-        await send_json(send, status, body)
-        return
-    headers = [(b"content-type", _EVENTS), (b"content-length", b"%d" % len(body))]
+    """Returns when the box has read nearly all of it."""
+    kind = _JSON if body.startswith(b"{") else _EVENTS
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    # Waits until the former is on its way.
+    await send({"type": "http.response.body", "body": b""})
 
 
 class RelayServer:

@@ -348,7 +348,7 @@ def _check_hidden(order: Order) -> None:
 
 
 def _be_first_to_go() -> None:
-    """Where the machine has no memory left it is a box that ends, and not a worker, a trainer or somebody's database."""
+    """Where the machine has no memory left it is a box that ends, and not a worker, a trainer or a database."""
     with open("/proc/self/oom_score_adj", "r+") as file:
         score = int(file.read())
         file.seek(0)
