@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -191,6 +192,35 @@ async def claim_twice(task: Task) -> None:
 
 
 @deed
+async def claim_infra(task: Task) -> None:
+    """As if the model had failed."""
+    import msgspec
+
+    content = msgspec.msgpack.encode({"type": "Ended", "play": 1, "reason": "infra", "detail": "not my fault"})
+    os.write(_CONTROL_FD, struct.pack(">I", len(content)) + content)
+    await asyncio.sleep(600)
+
+
+@deed
+async def close_control(task: Task) -> None:
+    with socket.socket(fileno=os.dup(_CONTROL_FD)) as control:
+        control.shutdown(socket.SHUT_WR)
+    await asyncio.sleep(600)
+
+
+@deed
+async def use_loops_of_its_own(task: Task) -> dict[str, float]:
+    """In threads, and through processes: what an honest environment does, too."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    there = asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01, "there"), loop)
+    alone = await asyncio.to_thread(asyncio.run, asyncio.sleep(0.01, "alone"))
+    shell = await asyncio.create_subprocess_shell("exit 3")
+    found = [await asyncio.wrap_future(there), alone, await shell.wait()]
+    return {"is_right": float(found == ["there", "alone", 3])}
+
+
+@deed
 async def claim_without_a_call(task: Task) -> Outcome:
     return Outcome(reward=1.0)
 
@@ -321,11 +351,11 @@ async def fork_bomb(task: Task) -> None:
 @deed
 async def hold_connections(task: Task) -> None:
     """More than a process may have files, each with a request that was answered."""
-    request = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
-    for _ in range(3):
+    request, port = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n", _relay_port()
+    for _ in range(2):
         if os.fork() == 0:
             for _ in range(700):
-                connection = socket.create_connection(("127.0.0.1", _relay_port()), timeout=20)
+                connection = socket.create_connection(("127.0.0.1", port), timeout=20)
                 connection.sendall(request)
                 _kept.append(connection)
             time.sleep(600)  # noqa: ASYNC251

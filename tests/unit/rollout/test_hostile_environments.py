@@ -3,8 +3,11 @@
 import asyncio
 import os
 import secrets
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +191,19 @@ async def test_nothing_gives_it_more_than_it_was_given(run: Run) -> None:
     assert len(found) == 8
 
 
+async def test_a_failure_of_the_model_that_nobody_saw_is_the_environment_s(run: Run) -> None:
+    assert is_invalid(await run.report_of("claim_infra"), "env_error", "not my fault")
+
+
+async def test_one_that_closes_its_way_to_the_worker_is_ended(run: Run) -> None:
+    assert is_invalid(await with_others(run, "close_control"), "env_error", "did not answer")
+
+
+async def test_loops_threads_and_processes_of_an_environment_s_own_do_no_harm(run: Run) -> None:
+    report = await with_others(run, "use_loops_of_its_own")
+    assert [metric["value"] for metric in report["metrics_list"]] == [1.0]
+
+
 async def test_two_ends_of_one_rollout_are_nonsense(run: Run) -> None:
     run.proxy.add("bad_0", do="claim_twice", play=1)
     run.proxy.add("good_0")
@@ -289,18 +305,30 @@ def opens(host: str, port: int, request: str) -> bool:
 
 
 @pytest.mark.parametrize("isolation", [*CLOSED, Isolation.NONE])
-async def test_nothing_of_a_box_outlives_a_worker_that_is_killed(tmp_path: Path, isolation: Isolation) -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+async def test_nothing_of_a_box_outlives_a_worker_that_is_killed(
+    tmp_path: Path, isolation: Isolation, by: signal.Signals
+) -> None:
     root, mark = tmp_path / "root", f"mark-{secrets.token_hex(8)}"
     hostile_settings(root, isolation)
-    async with small_proxy() as proxy:
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.unit.rollout.worker_with_box", str(root), isolation, proxy.url
-        )
-        proxy.add("bad_0", do="fork", mark=mark)
-        await proxy.until(lambda: proxy.reports)
-        assert len(marked(mark)) == 3
-        worker.kill()
-        await worker.wait()
-        async with asyncio.timeout(20):
-            while marked(mark):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+    # Boxes of another user have their folders there, so they must be able to pass.
+    temp = Path(tempfile.mkdtemp(prefix=f"{mark}-"))
+    os.chmod(temp, 0o755)
+    try:
+        async with small_proxy() as proxy:
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.unit.rollout.worker_with_box", str(root), isolation, proxy.url),
+                env={**os.environ, "TMPDIR": str(temp)},
+            )
+            proxy.add("bad_0", do="fork", mark=mark)
+            await proxy.until(lambda: proxy.reports)
+            assert len(marked(mark)) == 3
+            assert bool(os.listdir(temp)) != isolation.has_view
+            worker.send_signal(by)
+            await worker.wait()
+            async with asyncio.timeout(20):
+                while marked(mark) or os.listdir(temp):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        assert str(root) not in Path("/proc/mounts").read_text()  # noqa: ASYNC240
+    finally:
+        shutil.rmtree(temp)
