@@ -348,8 +348,11 @@ def _check_hidden(order: Order) -> None:
 
 
 def _be_first_to_go() -> None:
-    """Where the machine has no memory left it is a box that ends, and not a worker, a trainer or a database."""
-    with open("/proc/self/oom_score_adj", "r+") as file:
+    """Where the machine has no memory left it is a box that ends, and not a worker, a trainer or a database.
+
+    Where a container does not let that be said, its own limit of memory counts.
+    """
+    with suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
         score = int(file.read())
         file.seek(0)
         file.write(str(max(score, _OOM_SCORE)))
