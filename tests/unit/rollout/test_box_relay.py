@@ -208,7 +208,7 @@ async def test_answers_that_nobody_reads_count_as_calls_under_way_but_not_as_pen
     async with relayed() as (proxy, relay, url, _):
 
         async def long(request: web.Request) -> web.StreamResponse:
-            choice = {"message": {"role": "assistant", "content": "x" * (8 << 20)}, "finish_reason": "stop"}
+            choice = {"message": {"role": "assistant", "content": "x" * (16 << 20)}, "finish_reason": "stop"}
             return web.json_response({"choices": [choice]})
 
         path, watch = opened(relay, proxy)
