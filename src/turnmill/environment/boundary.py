@@ -122,9 +122,8 @@ async def _score_group(
     environment: Environment, task: Task, chat: WatchedChat, reward_range: tuple[float, float] | None
 ) -> RolloutResult | None:
     """What a group adds to the reward of each of its samples, as metrics."""
-    rollouts = rollouts_of(task.metadata)
     try:
-        values = await weigh_group(environment.rewards, rollouts)
+        values = await weigh_group(environment.rewards, rollouts_of(task.metadata))
     except Exception as error:
         return None if chat.failure is not None else invalid(InvalidReason.REWARD_ERROR, error, task)
     # Nobody reads the reward of a score; any will do that the request allows.

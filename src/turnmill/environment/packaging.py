@@ -20,9 +20,9 @@ import unicodedata
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from turnmill.environment.registry import files_of, module_of, source_of
+from turnmill.environment.registry import files_of, is_left_by_tools, module_of, source_of
 from turnmill.errors import InvalidInput, printable
 
 # What a package may hold, and with it what is unpacked of one that says more of itself.
@@ -36,6 +36,8 @@ _FACTORY = "load_environment"
 _PIECE = 1 << 16
 # A package that makes room for another one, until it is removed; no id of an environment.
 _REPLACED = ".replaced"
+# A header with a long name has some hundred bytes.
+_MOST_AT_ONCE = 1 << 18
 # gzip: deflate, no flags, no time, no hint, "unknown" system.
 _GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _STORED = 0xFFFF
@@ -153,9 +155,12 @@ def unpack(archive: Path, packages: Path, *, replace: bool = False) -> Path:
             target.rename(aside / _REPLACED)
         try:
             (aside / env_id).rename(target)
-        except BaseException:
+        except BaseException as error:
             if is_there:
                 (aside / _REPLACED).rename(target)
+            if isinstance(error, OSError):
+                # Made by somebody else meanwhile.
+                raise InvalidInput(f"{target} can't be made: {error}") from error
             raise
         return target
     finally:
@@ -169,7 +174,7 @@ def _extract(path: Path, aside: Path) -> str:
             for piece in _uncompressed(packed, MAX_BYTES + MAX_FILES * 2048):
                 content.write(piece)
             content.seek(0)
-            with tarfile.open(fileobj=content, mode="r:", errors="strict") as archive:
+            with tarfile.open(fileobj=cast(IO[bytes], _InPieces(content)), mode="r:", errors="strict") as archive:
                 for member in archive:
                     _extract_member(archive, member, entries, aside)
                 content.seek(archive.offset)
@@ -185,6 +190,19 @@ def _extract(path: Path, aside: Path) -> str:
     if entries.top is None:
         raise InvalidInput(f"{path} is empty")
     return entries.top
+
+
+class _InPieces:
+    """A file that gives nothing large at once: headers are read as a whole, and could be as large as the archive."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MOST_AT_ONCE:
+            raise InvalidInput("the archive has a header that is larger than any name")
+        return self._file.read(size)
 
 
 def _extract_member(archive: tarfile.TarFile, member: tarfile.TarInfo, entries: "_Entries", aside: Path) -> None:
@@ -223,6 +241,8 @@ class _Entries:
             raise InvalidInput(f"{shown}: the name is too long or too deep")
         if not _ENV_ID.fullmatch(parts[0]) or self.top not in (None, parts[0]) or (len(parts) == 1 and not is_folder):
             raise InvalidInput(f"{shown} lies outside of the one folder that an archive has at its top")
+        if is_left_by_tools(parts[1:]):
+            raise InvalidInput(f"{shown} is what tools leave behind, or hidden, and no part of a package: leave it out")
         self.top = parts[0]
         for depth in range(1, len(parts)):
             self._note(parts[:depth], is_folder=True, shown=shown)

@@ -146,10 +146,13 @@ def module_of(env_id: str) -> str:
 def files_of(folder: Path) -> Iterator[Path]:
     """What a package consists of, in a fixed order: all files but hidden ones and what tools leave there."""
     for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        is_made = any(part in _MADE_BY_TOOLS or part.startswith(".") or part.endswith(".egg-info") for part in parts)
-        if not is_made and path.is_file():
+        if not is_left_by_tools(path.relative_to(folder).parts) and path.is_file():
             yield path
+
+
+def is_left_by_tools(parts: Iterable[str]) -> bool:
+    """Whether a file with these parts of a path, from the package's folder on, is no part of the package."""
+    return any(part in _MADE_BY_TOOLS or part.startswith(".") or part.endswith(".egg-info") for part in parts)
 
 
 def digest_of_folder(folder: Path) -> str:

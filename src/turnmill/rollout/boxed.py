@@ -93,12 +93,12 @@ class BoxedRunner:
             logger.warning("rollout is invalid: %s: %s", result.reason, result.detail)
         return result
 
-    def _size(self, leased: LeasedRollout) -> int:
-        """With how many others it may share a box, itself included."""
+    def _size(self, leased: LeasedRollout) -> int | None:
+        """With how many others it may share a box, itself included; None: with all."""
         if leased.attempt >= _ALONE_AT or (self._suspects and _digest(leased) in self._suspects):
             return 1
         if leased.attempt == 1:
-            return self._num_slots
+            return None
         return 1 if leased.attempt >= self._max_attempts else min(_SECOND_SIZE, self._num_slots)
 
     def _suspect(self, leased: LeasedRollout) -> None:

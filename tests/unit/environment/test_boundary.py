@@ -241,3 +241,9 @@ async def test_tokens_that_were_asked_for_and_did_not_come_are_infra_and_a_scrip
     assert (await result_of(Plain(play), ["hi"])).metrics == {"sampled": 2}
     result = await play_scored(Plain(play), TASK, WatchedChat(Tokenless(["hi"])))
     assert (result.reward, result.reason) == (None, InvalidReason.INFRA)
+
+
+async def test_a_group_that_is_none_is_a_reward_error() -> None:
+    task = Task(id="group-t", metadata={"turnmill_group": {"members": [{"reward": "half"}]}})
+    result = await play_scored(Plain(one_call), task, WatchedChat(ScriptedChat([])), reward_range=(0.0, 1.0))
+    assert (result.reward, result.reason) == (None, InvalidReason.REWARD_ERROR)

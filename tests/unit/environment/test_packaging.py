@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,15 @@ ATTACKS: list[tuple[tarfile.TarInfo, bytes]] = [
     entry("MY-ENV/evil", b"x"),
     entry("/".join(["my-env", *["d"] * 40]), b"too deep"),
     entry("my-env/" + "n" * 256, b"x"),
+    # What the digest of a package does not see, and Python would run.
+    entry("my-env/__pycache__/my_env.cpython-311.pyc", b"x"),
+    entry("my-env/.hidden", b"x"),
+    entry("my-env/build/lib/my_env.py", b"x"),
+    entry("my-env/other", b"x", pax_headers={"path": "../evil"}),
+    entry("my-env/other", b"x", pax_headers={"path": "my-env/a\nb"}),
+    entry("my-env/other", b"x", pax_headers={"size": "99999999999"}),
+    entry("my-env/other", b"x", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}),
+    entry("my-env/e\u0301", b"x", pax_headers={"path": "my-env/\u00e9/../../evil"}),
 ]
 
 
@@ -236,6 +246,35 @@ def test_a_bomb_is_stopped_by_what_it_unpacks_to(tmp_path: Path) -> None:
     bomb = entry("my-env/zeros", bytes(60 << 20))
     with pytest.raises(InvalidInput, match="unpacks to more"):
         unpack(archive_of(path, [bomb]), tmp_path / "packages")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_is_larger_than_any_name_is_not_read(tmp_path: Path, kind: bytes) -> None:
+    path = archive_of(tmp_path / "a.tar.gz", GOOD)
+    head = tarfile.TarInfo("my-env/header")
+    head.size, head.type = 300 << 20, kind
+    record = b"21 comment=0123456789\n".ljust(512, b"x") * 2048
+    with gzip.open(tmp_path / "b.tar.gz", "wb", compresslevel=1) as file:
+        file.write(head.tobuf(tarfile.USTAR_FORMAT))
+        file.write(record)
+        file.write(gzip.decompress(path.read_bytes()))
+    with pytest.raises(InvalidInput, match="header that is larger"):
+        unpack(tmp_path / "b.tar.gz", tmp_path / "packages")
+
+
+def test_of_two_that_unpack_a_package_at_once_one_has_it(tmp_path: Path) -> None:
+    path = archive_of(tmp_path / "a.tar.gz", GOOD)
+
+    def attempt(_: int) -> bool:
+        try:
+            unpack(path, tmp_path / "packages")
+        except InvalidInput:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(attempt, range(8))) == 1
+    assert [each.name for each in (tmp_path / "packages").iterdir()] == ["my-env"]
 
 
 def test_a_bomb_behind_the_end_is_stopped_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,11 @@ def load_environment(*, fault: str = "", read: str = "") -> Environment:
     if fault == "print":
         print("what went wrong")
         os._exit(4)
+    if fault == "take_signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+    if fault == "say_what_terminals_do":
+        raise KeyError("\x1b]0;owned\x07")
     return Hostile()
 
 
@@ -176,6 +182,50 @@ def _write_all(data: bytes) -> None:
 
 
 @deed
+async def claim_twice(task: Task) -> None:
+    """Two ends of one rollout."""
+    import msgspec
+
+    content = msgspec.msgpack.encode({"type": "Ended", "play": int(task.metadata["play"]), "reward": 0.5})
+    os.write(_CONTROL_FD, 2 * (struct.pack(">I", len(content)) + content))
+    await asyncio.sleep(600)
+
+
+@deed
+async def claim_infra(task: Task) -> None:
+    """As if the model had failed."""
+    import msgspec
+
+    content = msgspec.msgpack.encode({"type": "Ended", "play": 1, "reason": "infra", "detail": "not my fault"})
+    os.write(_CONTROL_FD, struct.pack(">I", len(content)) + content)
+    await asyncio.sleep(600)
+
+
+@deed
+async def close_control(task: Task) -> None:
+    with socket.socket(fileno=os.dup(_CONTROL_FD)) as control:
+        control.shutdown(socket.SHUT_WR)
+    await asyncio.sleep(600)
+
+
+@deed
+async def use_loops_of_its_own(task: Task) -> dict[str, float]:
+    """In threads, and through processes: what an honest environment does, too."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    there = asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01, "there"), loop)
+    alone = await asyncio.to_thread(asyncio.run, asyncio.sleep(0.01, "alone"))
+    shell = await asyncio.create_subprocess_shell("exit 3")
+    found = [await asyncio.wrap_future(there), alone, await shell.wait()]
+    return {"is_right": float(found == ["there", "alone", 3])}
+
+
+@deed
+async def claim_without_a_call(task: Task) -> Outcome:
+    return Outcome(reward=1.0)
+
+
+@deed
 async def claim_reward(task: Task) -> None:
     """Says itself how rollout 1 ended, as a player would."""
     import msgspec
@@ -263,7 +313,11 @@ def _relay_port() -> int:
 
 @deed
 async def leave_files(task: Task) -> None:
-    Path("/tmp", task.metadata["mark"]).write_text("x")  # noqa: ASYNC240
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):
+        try:
+            Path(folder, task.metadata["mark"]).write_text("x")  # noqa: ASYNC240
+        except OSError:
+            continue
 
 
 @deed
@@ -292,6 +346,88 @@ async def fork_bomb(task: Task) -> None:
                 continue
         except OSError:
             time.sleep(0.01)  # noqa: ASYNC251
+
+
+@deed
+async def hold_connections(task: Task) -> None:
+    """More than a process may have files, each with a request that was answered."""
+    request, port = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n", _relay_port()
+    for _ in range(2):
+        if os.fork() == 0:
+            for _ in range(700):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+                connection.sendall(request)
+                _kept.append(connection)
+            time.sleep(600)  # noqa: ASYNC251
+    await asyncio.sleep(600)
+
+
+@deed
+async def fill_with_empty_files(task: Task) -> dict[str, float]:
+    """How many there may be in memory."""
+    number = 0
+    try:
+        for number in range(100_000):
+            os.close(os.open(f"/dev/shm/empty-{number}", os.O_CREAT))
+    except OSError:
+        pass
+    return {"files": float(number)}
+
+
+@deed
+async def dig(task: Task) -> dict[str, float]:
+    """1 for everything that gives it more than it was given."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    unshared = _ends_well(lambda: libc.unshare(_NEW_USER | _NEW_MOUNTS))
+    cloned = _ends_well(lambda: _cloned(libc))
+    return {
+        "namespaces": float(unshared),
+        "namespaces_by_clone": float(cloned),
+        "shared_memory": float(libc.shmget(0, 64 << 20, 0o1600) >= 0),
+        "messages": float(libc.msgget(0, 0o1600) >= 0),
+        "semaphores": float(libc.semget(0, 1, 0o1600) >= 0),
+        "memory_files": float(libc.memfd_create(b"x", 0) >= 0),
+        "keys": float(libc.syscall(_KEYCTL[os.uname().machine], 0, -3, 0) >= 0),
+        "a_worker_is_first_to_go": float(int(Path("/proc/self/oom_score_adj").read_text()) < 500),  # noqa: ASYNC240
+    }
+
+
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x20000
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+
+
+def _ends_well(job: Callable[[], int]) -> bool:
+    """Whether the job returns 0, in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if job() == 0 else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _cloned(libc: Any) -> int:
+    """-1, or the status of a child in a namespace of its own."""
+    pid = libc.syscall(_CLONE[os.uname().machine], _NEW_USER | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    return -1 if pid < 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------- signals
+
+
+@deed
+async def be_told_to_end(task: Task) -> None:
+    """Its constructor took these signals for itself."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(600)
+
+
+@deed
+async def end_a_child(task: Task) -> dict[str, float]:
+    child = await asyncio.create_subprocess_exec("/bin/sleep", "600")
+    child.terminate()
+    return {"code": float(await child.wait())}
 
 
 # ---------------------------------------------------------------- what is not its business

@@ -31,6 +31,7 @@ class SmallProxy:
         # Status to answer a report with, by sample id.
         self.refused: dict[str, int] = {}
         self.reply = "crane"
+        self.leaves_tokens_out = False
         self.may_chat = asyncio.Event()
         self.may_chat.set()
         self.may_report = asyncio.Event()
@@ -111,8 +112,12 @@ class SmallProxy:
             await self.may_chat.wait()
         finally:
             self.num_chatting -= 1
-        choice = {"message": {"role": "assistant", "content": self.reply}, "finish_reason": "stop"}
-        return web.json_response({"choices": [choice]})
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": self.reply}, "finish_reason": "stop"}
+        if not (await request.json()).get("return_token_ids") or self.leaves_tokens_out:
+            return web.json_response({"choices": [choice]})
+        logprob = {"token": "token_id:4", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+        choice |= {"token_ids": [4], "logprobs": {"content": [logprob]}}
+        return web.json_response({"choices": [choice], "prompt_token_ids": [1, 2]})
 
     async def report(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -100,6 +100,14 @@ async def test_a_call_goes_to_the_proxy_under_its_secret_and_with_a_key() -> Non
         ("POST", "/rollouts/report", 404),
         ("POST", "/chat/completions/../../../v1/rollouts/report", 404),
         ("POST", "/chat/completions/%2e%2e/%2e%2e/rollouts/report", 404),
+        ("POST", "/chat/completions/..%2f..%2fv1%2frollouts%2freport", 404),
+        ("POST", "/chat/completions/%2e%2e%2f%2E%2E%2frollouts%2freport", 404),
+        ("GET", "/chat/completions/%2e%2e", 404),
+        ("GET", "/chat/completions/a%2Fb", 404),
+        ("GET", "/chat/completions/a%5cb", 404),
+        ("GET", "/chat/completions/a%00", 404),
+        ("POST", "//rollouts/report", 404),
+        ("POST", "/chat/completions;/../rollouts/report", 404),
         ("GET", "/models?x=1", 404),
         ("GET", "/", 404),
         ("DELETE", "/chat/completions", 405),
@@ -129,6 +137,97 @@ async def test_a_path_that_is_not_of_a_rollout_is_refused(target: str) -> None:
         opened(relay, proxy)
         assert await raw_status(url, "POST", target) == 401
     assert proxy.asked == []
+
+
+async def test_an_address_in_the_request_line_leads_nowhere_else() -> None:
+    async with relayed() as (proxy, relay, url, _):
+        path, _ = opened(relay, proxy)
+        other = proxy.url + ROUTE + "/chat/completions"
+        assert await raw_status(url, "POST", other) == 401
+        assert await raw_status(url, "POST", "http://203.0.113.1" + path + "/chat/completions") == 200
+        # Whose path it is decides, and not the host that is named before it.
+        assert await raw_status(url, "CONNECT", proxy.url.removeprefix("http://")) == 400
+    assert [asked[1] for asked in proxy.asked] == [ROUTE + "/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Idempotency-Key: a\r\n POST /v1/rollouts/report HTTP/1.1\r\n",
+        "Idempotency-Key: a\nX-Other: b\r\n",
+        "Idempotency-Key: a\rX-Other: b\r\n",
+        "Transfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\n",
+        "X: " + 700_000 * "x" + "\r\n",
+    ],
+)
+async def test_requests_that_two_could_read_in_two_ways_are_one_to_the_proxy_or_none(headers: str) -> None:
+    async with relayed() as (proxy, relay, url, _):
+        path, _ = opened(relay, proxy)
+        assert await raw_status(url, "POST", path + "/chat/completions", headers) >= 400
+    assert proxy.asked == []
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-Forwarded-Host", "Host", "Cookie", "X-Amz-Date"])
+async def test_a_box_s_own_headers_do_not_reach_the_proxy(name: str) -> None:
+    async with relayed() as (proxy, relay, url, client):
+        path, _ = opened(relay, proxy)
+        async with client.post(url + path + "/chat/completions", data=b"{}", headers={name: "of-the-box"}) as answer:
+            assert answer.status == 200
+    assert "of-the-box" not in proxy.asked[0][3].values()
+
+
+async def test_tokens_that_were_asked_for_and_are_missing_are_a_failure_that_the_relay_knows_of() -> None:
+    async with relayed() as (proxy, relay, url, client):
+        path, watch = opened(relay, proxy)
+        for body, failure in [
+            (b'{"messages": [{"content": "return_token_ids"}]}', None),
+            (b'{"return_token_ids": false}', None),
+            (b'{"return_token_ids": true}', GenerationFailed),
+        ]:
+            async with client.post(url + path + "/chat/completions", data=body) as answer:
+                assert answer.status == 200
+            assert type(watch.failure) is (failure or type(None))
+
+
+@pytest.mark.parametrize("body", ["{}", '{"choices": []}', '{"choices": [{"token_ids": "x"}]}', "{"])
+async def test_a_completion_that_is_none_is_a_failure_that_the_relay_knows_of(body: str) -> None:
+    async with relayed() as (proxy, relay, url, client):
+
+        async def odd(request: web.Request) -> web.StreamResponse:
+            return web.Response(text=body, content_type="application/json")
+
+        proxy.answer = odd
+        path, watch = opened(relay, proxy)
+        async with client.post(url + path + "/chat/completions", data=b"{}") as answer:
+            assert answer.status == 200
+    assert isinstance(watch.failure, GenerationFailed)
+
+
+async def test_answers_that_nobody_reads_count_as_calls_under_way_but_not_as_pending() -> None:
+    async with relayed() as (proxy, relay, url, _):
+
+        async def long(request: web.Request) -> web.StreamResponse:
+            choice = {"message": {"role": "assistant", "content": "x" * (16 << 20)}, "finish_reason": "stop"}
+            return web.json_response({"choices": [choice]})
+
+        path, watch = opened(relay, proxy)
+        proxy.answer = long
+        host, port = url.removeprefix("http://").split(":")
+        writers = []
+        for _ in range(3):
+            _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+            writer.write(f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            writers.append(writer)
+        async with asyncio.timeout(20):
+            while watch.num_unread < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert watch.num_pending == 0
+        for writer in writers:
+            writer.transport.abort()
+        async with asyncio.timeout(20):
+            while watch.num_unread:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_path_is_good_while_its_rollout_is_played() -> None:

@@ -72,6 +72,32 @@ async def test_a_model_that_fails_is_infra_whatever_the_box_says(tmp_path: Path,
     assert server.num_calls == 1
 
 
+WANTS_TOKENS = """
+from turnmill.environment.base import Environment, Outcome, opening_messages
+
+class WantsTokens(Environment):
+    async def play(self, task, chat):
+        try:
+            await chat.complete(opening_messages(task), return_token_ids=True)
+        except Exception:
+            pass
+        return Outcome(reward=1.0)
+
+def load_environment():
+    return WantsTokens()
+"""
+
+
+async def test_missing_tokens_are_infra_as_in_the_worker_s_own_process(tmp_path: Path) -> None:
+    make_package(tmp_path, "wants-tokens", source=WANTS_TOKENS)
+    found = find(EnvironmentChoice(env_id="wants-tokens"), root=tmp_path)
+    async with boxed(settings_of(tmp_path, found), saying("crane")) as (server, runner):
+        result = await runner.run(leased(server))
+
+    assert (result.reward, result.reason) == (None, InvalidReason.INFRA)
+    assert "has not the tokens" in (result.detail or "")
+
+
 async def test_a_lost_lease_is_told_to_the_worker(tmp_path: Path) -> None:
     async with boxed(settings_of(tmp_path), refusing(409, "attempt_over")) as (server, runner):
         with pytest.raises(LeaseLost):
@@ -197,3 +223,11 @@ async def test_output_bears_the_rollout_that_wrote_it(tmp_path: Path) -> None:
     heads, said = zip(*(line.split(" environment INFO output: ") for line in lines), strict=True)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", head) for head in heads)
     assert sorted(said) == ["[-] loaded with 0", "[t_0] one t_0", "[t_0] two", "[t_1] one t_1", "[t_1] two"]
+
+
+async def test_what_a_box_says_does_nothing_to_a_terminal(tmp_path: Path) -> None:
+    settings = hostile_settings(tmp_path / "root", Isolation.NONE, env_args={"fault": "say_what_terminals_do"})
+    with pytest.raises(InvalidInput) as refused:
+        async with boxed(settings, saying("crane")):
+            raise AssertionError("it must not load")
+    assert "owned" in str(refused.value) and "\x1b" not in str(refused.value)

@@ -3,8 +3,11 @@
 import asyncio
 import os
 import secrets
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -159,7 +162,74 @@ async def test_files_that_it_leaves_anywhere_are_gone_with_it(run: Run) -> None:
     report = await run.report_of("leave_files", mark=mark)
     assert report["aggregate_reward_score"] == 0.5
     await run.stop()
-    assert mark not in os.listdir("/tmp")
+    assert left_behind(mark) == []
+
+
+def left_behind(mark: str) -> list[str]:
+    """Folders where every user may write that have such a file."""
+    return [folder for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock") if os.path.lexists(f"{folder}/{mark}")]
+
+
+async def test_connections_that_it_holds_open_end_it(run: Run) -> None:
+    if not run.settings.isolation.has_view:
+        pytest.skip("there the network is the machine's, and the relay is one of many")
+    assert is_invalid(await with_others(run, "hold_connections"), "env_error", "connections to the relay")
+
+
+async def test_empty_files_in_memory_are_limited(run: Run) -> None:
+    if not run.settings.isolation.has_view:
+        pytest.skip("there these folders are the machine's")
+    report = await with_others(run, "fill_with_empty_files")
+    (found,) = report["metrics_list"]
+    assert found["value"] < 32 * 64
+
+
+async def test_nothing_gives_it_more_than_it_was_given(run: Run) -> None:
+    report = await with_others(run, "dig")
+    found = {metric["name"]: metric["value"] for metric in report["metrics_list"]}
+    assert found == dict.fromkeys(found, 0.0)
+    assert len(found) == 8
+
+
+async def test_a_failure_of_the_model_that_nobody_saw_is_the_environment_s(run: Run) -> None:
+    assert is_invalid(await run.report_of("claim_infra"), "env_error", "not my fault")
+
+
+async def test_one_that_closes_its_way_to_the_worker_is_ended(run: Run) -> None:
+    assert is_invalid(await with_others(run, "close_control"), "env_error", "did not answer")
+
+
+async def test_loops_threads_and_processes_of_an_environment_s_own_do_no_harm(run: Run) -> None:
+    report = await with_others(run, "use_loops_of_its_own")
+    assert [metric["value"] for metric in report["metrics_list"]] == [1.0]
+
+
+async def test_two_ends_of_one_rollout_are_nonsense(run: Run) -> None:
+    run.proxy.add("bad_0", do="claim_twice", play=1)
+    run.proxy.add("good_0")
+    reports = await run.reports(2)
+    # The first of them counts, and what shared its box is played again.
+    assert [reports[name]["aggregate_reward_score"] for name in ("bad_0", "good_0")] == [0.5, 0.5]
+
+
+async def test_a_package_that_is_larger_than_its_temporary_folder_may_be_is_played(tmp_path: Path) -> None:
+    settings = hostile_settings(tmp_path / "root", Isolation.UID)
+    assert settings.found.folder is not None
+    (settings.found.folder / "data.bin").write_bytes(bytes(64 << 20))
+    async with boxed_worker(settings) as run:
+        # Looked at once a second.
+        report = await run.report_of("hang", limit_s=3.0)
+    assert is_invalid(report, "env_error", "not done after")
+
+
+@pytest.mark.parametrize("isolation", [*CLOSED, Isolation.NONE])
+async def test_signals_that_its_constructor_took_are_not_kept(tmp_path: Path, isolation: Isolation) -> None:
+    settings = hostile_settings(tmp_path / "root", isolation, env_args={"fault": "take_signals"})
+    async with boxed_worker(settings) as run:
+        run.proxy.add("child_0", do="end_a_child")
+        reports = await run.reports(1)
+        assert reports["child_0"]["metrics_list"][0]["value"] == -15.0
+        assert is_invalid(await run.report_of("be_told_to_end"), "env_error", "exit code 143")
 
 
 async def test_processes_that_get_away_from_their_parent_end_with_the_box(tmp_path: Path, run: Run) -> None:
@@ -235,18 +305,30 @@ def opens(host: str, port: int, request: str) -> bool:
 
 
 @pytest.mark.parametrize("isolation", [*CLOSED, Isolation.NONE])
-async def test_nothing_of_a_box_outlives_a_worker_that_is_killed(tmp_path: Path, isolation: Isolation) -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+async def test_nothing_of_a_box_outlives_a_worker_that_is_killed(
+    tmp_path: Path, isolation: Isolation, by: signal.Signals
+) -> None:
     root, mark = tmp_path / "root", f"mark-{secrets.token_hex(8)}"
     hostile_settings(root, isolation)
-    async with small_proxy() as proxy:
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.unit.rollout.worker_with_box", str(root), isolation, proxy.url
-        )
-        proxy.add("bad_0", do="fork", mark=mark)
-        await proxy.until(lambda: proxy.reports)
-        assert len(marked(mark)) == 3
-        worker.kill()
-        await worker.wait()
-        async with asyncio.timeout(20):
-            while marked(mark):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+    # Boxes of another user have their folders there, so they must be able to pass.
+    temp = Path(tempfile.mkdtemp(prefix=f"{mark}-"))
+    os.chmod(temp, 0o755)
+    try:
+        async with small_proxy() as proxy:
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.unit.rollout.worker_with_box", str(root), isolation, proxy.url),
+                env={**os.environ, "TMPDIR": str(temp)},
+            )
+            proxy.add("bad_0", do="fork", mark=mark)
+            await proxy.until(lambda: proxy.reports)
+            assert len(marked(mark)) == 3
+            assert bool(os.listdir(temp)) != isolation.has_view
+            worker.send_signal(by)
+            await worker.wait()
+            async with asyncio.timeout(20):
+                while marked(mark) or os.listdir(temp):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        assert str(root) not in Path("/proc/mounts").read_text()  # noqa: ASYNC240
+    finally:
+        shutil.rmtree(temp)

@@ -19,11 +19,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnmill.errors import printable
 from turnmill.records import PreflightReport, PreflightRequest, Task
 from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.box.process import BoxProcess
 from turnmill.rollout.box.relay import Relay, RelayServer
 from turnmill.rollout.box.wire import (
+    MAX_WORKER_FRAME,
     Cancel,
     Ended,
     Examine,
@@ -40,6 +42,7 @@ from turnmill.rollout.box.wire import (
     frame,
     read_player,
 )
+from turnmill.telemetry import redact
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ _WATCH_S = 1.0
 _OWN_END_S = 5.0
 # Messages about an examination that were not looked at yet.
 _MOST_WAITING = 1000
+# Of what a box says of where it is, and of why it does not load; bytes for it that it did not read, more than a task
+# has.
+_PLACE_LENGTH, _DETAIL_LINES, _MOST_UNREAD = 1000, 40, MAX_WORKER_FRAME
 
 
 class BoxEnded(Exception):
@@ -148,7 +154,7 @@ class Box:
             if self._writer is None:
                 ours.close()
         if isinstance(answer, LoadFailed):
-            raise LoadError(answer.detail)
+            raise LoadError(_shown(answer.detail))
         if not isinstance(answer, Loaded):
             raise LoadError(await self._why_not_loaded())
         self._ponged = time.monotonic()
@@ -248,8 +254,11 @@ class Box:
             playing(message.what)
 
     def _send(self, message: WorkerMessage) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(message))
+        if self._writer is None or self._writer.is_closing():
+            return
+        self._writer.write(frame(message))
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
+            self.end("it does not read what the worker says")
 
     # ------------------------------------------------------------ tasks
 
@@ -277,7 +286,7 @@ class Box:
         self._num_pings -= 1
         self._ponged = time.monotonic()
         if pong.blocked_s > self._settings.block_s:
-            at = f", at {pong.place}" if pong.place else ""
+            at = f", at {printable(pong.place, limit=_PLACE_LENGTH)}" if pong.place else ""
             cause = (
                 f"it did not give the event loop back for {pong.blocked_s:.0f} s{at}; what blocks belongs in a thread"
             )
@@ -315,7 +324,8 @@ class Box:
         if not self._is_closed:
             logger.warning("the environment's process is ended, %d rollouts in it: %s", len(self._playing), cause)
         is_known = guilty in self._playing
-        is_alone = len(self._playing) == 1 and not self._abandoned
+        # One that ended, or says so, may have left something behind that does harm now.
+        is_alone = len(self._playing) == 1 and self.num_begun == 1
         for playing in self._playing.values():
             is_own = is_alone or (is_known and playing.number == guilty)
             if not playing.ended.done():
@@ -339,3 +349,8 @@ class Box:
             await self._server.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _shown(detail: str) -> str:
+    """Lines of a box as a terminal may show them, without secrets."""
+    return "\n".join(printable(redact(line), limit=_PLACE_LENGTH) for line in detail.splitlines()[:_DETAIL_LINES])

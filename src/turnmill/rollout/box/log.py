@@ -8,6 +8,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from turnmill.errors import printable
+
 _FILE_BYTES = 4 << 20
 _TAIL_LINES, _LINE_BYTES = 20, 500
 # Between the time and what a box wrote.
@@ -33,8 +35,8 @@ class BoxLog:
 
     @property
     def tail(self) -> str:
-        """The last lines."""
-        return "\n".join(line.decode(errors="replace") for line in self._tail)
+        """The last lines, as a terminal may show them."""
+        return "\n".join(printable(line.decode(errors="replace"), limit=_LINE_BYTES) for line in self._tail)
 
     def write(self, data: bytes) -> None:
         self.num_bytes += len(data)

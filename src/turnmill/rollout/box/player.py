@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import resource
+import signal
 import site
 import socket
 import sys
@@ -38,6 +39,7 @@ from turnmill.environment.preflight import preflight
 from turnmill.environment.registry import FoundEnvironment, load
 from turnmill.errors import TurnmillError
 from turnmill.records import InvalidReason, RolloutResult, Task
+from turnmill.rollout.box.filter import refuse_calls
 from turnmill.rollout.box.order import CONTROL_FD
 from turnmill.rollout.box.wire import (
     Cancel,
@@ -62,6 +64,8 @@ from turnmill.rollout.box.wire import (
 
 # The relay gives a call up first.
 _CALL_MARGIN_S = 30.0
+# The worker ends a rollout before a call in here gives up: it knows what was pending.
+_DEADLINE_MARGIN_S = 5.0
 _TICK_S = 0.25
 _LONGEST_LINE = 8192
 # What `asyncio.to_thread` has for all rollouts together; fewer than the box may have processes and threads.
@@ -90,13 +94,24 @@ def main() -> None:
         # A line for each call of an agent's client, with the path of its rollout.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
+        refuse_calls()
         environment = load_environment(order)
+        _reset_signals()
     except BaseException as error:  # the boundary to the environment's code, which may also exit
         text = str(error) if isinstance(error, TurnmillError) else describe(error)
         link.send(LoadFailed(detail=_printable(text)))
         return
     link.send(Loaded())
     uvloop.run(Player(environment, link, origin, call_timeout_s=order.call_timeout_s, package=order.package).run())
+
+
+def _reset_signals() -> None:
+    """An environment may have taken them for itself when it was made: a process that is told to end must end.
+
+    Not ignored, since processes that the environment starts would ignore them as well.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def load_environment(order: Load) -> Environment:
@@ -251,7 +266,7 @@ class Player:
             session,
             self._origin + message.path,
             timeout_s=self._call_timeout_s + _CALL_MARGIN_S,
-            deadline=time.monotonic() + message.limit_s,
+            deadline=time.monotonic() + message.limit_s + _DEADLINE_MARGIN_S,
         )
         task = Task(id=message.sample_id, metadata=message.metadata)
         return await play_scored(self._environment, task, WatchedChat(client), reward_range=message.reward_range)

@@ -23,16 +23,16 @@ _PAUSES_S = (0.5, 2.0)
 
 @dataclass(kw_only=True, eq=False)
 class Seat:
-    """A place for one rollout in a box of so many."""
+    """A place for one rollout in a box."""
 
     box: Box
-    size: int
 
 
 @dataclass(kw_only=True, eq=False)
 class _Boxed:
     box: Box
-    size: int
+    # Rollouts that it is for; None: the one that all share.
+    size: int | None
     num_seats: int = 0
 
 
@@ -53,10 +53,13 @@ class BoxPool:
     async def start(self) -> None:
         """Start the shared box. Raises `LoadError`."""
         box = await Box.start(self._settings, self._relay)
-        self._boxes.append(_Boxed(box=box, size=self._shared_size))
+        self._boxes.append(_Boxed(box=box, size=None))
 
-    async def take(self, size: int) -> Seat:
-        """A seat in a box of at most `size` rollouts. Raises `RoleFailed` when no box can be started any more."""
+    async def take(self, size: int | None) -> Seat:
+        """A seat in the shared box (None), or in one that at most `size` rollouts are played in at once.
+
+        Raises `RoleFailed` when no box can be started any more.
+        """
         while (boxed := self._with_free_seat(size)) is None:
             self._drop_unused()
             if self._is_starting or len(self._boxes) >= _MOST_BOXES:
@@ -69,13 +72,13 @@ class BoxPool:
                 self._is_starting = False
                 self._tell()
         boxed.num_seats += 1
-        return Seat(box=boxed.box, size=size)
+        return Seat(box=boxed.box)
 
     def leave(self, seat: Seat) -> None:
         """The rollout is over, or nobody waits for it any more."""
         boxed = next(boxed for boxed in self._boxes if boxed.box is seat.box)
         boxed.num_seats -= 1
-        if boxed.num_seats == 0 and boxed.size != self._shared_size:
+        if boxed.num_seats == 0 and boxed.size is not None:
             boxed.box.is_retired = True
         self._drop_unused()
         self._tell()
@@ -97,11 +100,11 @@ class BoxPool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _with_free_seat(self, size: int) -> _Boxed | None:
+    def _with_free_seat(self, size: int | None) -> _Boxed | None:
         for boxed in self._boxes:
             if boxed.box.num_begun >= _MOST_BEGUN:
                 boxed.box.is_retired = True
-            if boxed.size == size and boxed.box.is_open and boxed.num_seats < size:
+            if boxed.size == size and boxed.box.is_open and boxed.num_seats < (size or self._shared_size):
                 return boxed
         return None
 

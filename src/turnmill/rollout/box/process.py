@@ -38,6 +38,8 @@ class BoxProcess:
         self._log = BoxLog(settings.log)
         # Its folder on the machine, where it has no file tree of its own.
         self._base: Path | None = None
+        # In that, the only part that the box may write to.
+        self._home: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         # Set when the last process of it is gone.
@@ -49,6 +51,7 @@ class BoxProcess:
             if not self._settings.isolation.has_view:
                 self._base = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="turnmill-box-"))
             places = await asyncio.to_thread(places_of, self._settings, self._base)
+            self._home = None if self._base is None else Path(places.home)
             order = order_of(self._settings, places, base=self._base, control_fd=control.fileno())
             process = await asyncio.create_subprocess_exec(
                 *warden_command(self._settings.python),
@@ -72,7 +75,7 @@ class BoxProcess:
     async def usage(self) -> Usage:
         """What all of its processes use now."""
         assert self._process is not None
-        return await asyncio.to_thread(usage_of, self._process.pid, self._base, self._settings.limits)
+        return await asyncio.to_thread(usage_of, self._process.pid, self._home, self._settings.limits)
 
     @property
     def last_words(self) -> str:

@@ -12,9 +12,12 @@ import asyncio
 import re
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
+
+import msgspec
 
 from turnmill.conversation.asgi import HttpError, read_body, refusal, send_json, until_disconnect
 from turnmill.conversation.client import Retry, ask, chat_error
@@ -30,17 +33,17 @@ _ROUTE = re.compile(rb"/(chat/completions|completions|models)(/[A-Za-z0-9%._:~-]
 _PATH = re.compile(rb"(/r/[A-Za-z0-9_-]+/v1)(/.*)")
 _HEADERS = (b"idempotency-key", b"prefer", b"x-stainless-retry-count")
 _KEY = "idempotency-key"
-_EVENTS = b"text/event-stream"
+_JSON, _EVENTS = b"application/json", b"text/event-stream"
 # The client in the box waits this much longer for the relay than the relay for the proxy.
 _CALL_MARGIN_S = 30.0
 _IDLE_S = 75.0
 _RETRY = Retry()
-# Seconds for sending a body; requests that one rollout may have under way; bodies that are read at once; bytes of
-# bodies held for all rollouts.
+# Seconds for sending a body; requests that one rollout may have under way, answers that it did not read among them;
+# bodies that are read at once; bytes of bodies and answers held for all rollouts.
 _READ_S = 20.0
 _MOST_CALLS, _MOST_READS, _MOST_BYTES = 64, 16, 256 * 1024 * 1024
-# Connections without a request, or with what is none.
-_MOST_EMPTY = 500
+# Connections without a request, or with what is none; those that are open at once, as many as a process may have files.
+_MOST_EMPTY, _MOST_OPEN = 500, 1024
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,19 +57,19 @@ class Watch:
     failure: Exception | None = None
     # Requests under way.
     requests: set[asyncio.Task[None]] = field(default_factory=set)
-    # Steps that were accepted, and whose answers were not fetched yet.
-    steps: set[str] = field(default_factory=set)
+    # Steps that were accepted, and whose answers were not fetched yet; whether they are to have tokens.
+    steps: dict[str, bool] = field(default_factory=dict)
+    # Answers that the box has not read.
+    num_unread: int = 0
 
     @property
     def num_pending(self) -> int:
         """Calls without an answer."""
         return len(self.requests) + len(self.steps)
 
-    def note(self, status: int, body: bytes) -> None:
+    def note(self, status: int, body: bytes, *, wants_tokens: bool) -> None:
         """An answer of the proxy to a call."""
-        if status == 200:
-            return
-        error = chat_error(status, body)
+        error = _fault_of(body, wants_tokens=wants_tokens) if status == 200 else chat_error(status, body)
         if isinstance(error, LeaseLost):
             self.failure = error
         elif isinstance(error, GenerationFailed) and error.code != CONTEXT_LENGTH_EXCEEDED:
@@ -110,35 +113,49 @@ class Relay:
         watch = self._watches.get(path[1]) if path else None
         if path is None or watch is None:
             raise refusal(401, "invalid_api_key", "there is no rollout at this path")
-        if not _ROUTE.fullmatch(path[2]) or b".." in path[2] or scope["query_string"]:
+        if not _is_route(path[2]) or scope["query_string"]:
             raise refusal(404, "not_found", "a rollout may ask for chat completions, completions and models")
         if scope["method"] not in ("GET", "POST"):
             raise refusal(405, "method_not_allowed", "only GET and POST")
         return watch, path[2].decode()
 
     async def _answer(self, watch: Watch, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(watch.requests) >= _MOST_CALLS:
+        if len(watch.requests) + watch.num_unread >= _MOST_CALLS:
             raise refusal(429, "too_many_requests", f"a rollout may have {_MOST_CALLS} calls under way")
         task = asyncio.current_task()
         assert task is not None
         watch.requests.add(task)
-        num_bytes = 0
         try:
             headers = _forwarded(scope)
             body: bytes | None = None
             if scope["method"] == "POST":
                 body = await self._read(receive)
-                if self._num_bytes + len(body) > _MOST_BYTES:
-                    raise refusal(429, "too_many_requests", "the calls of all rollouts are too large together")
-                num_bytes = len(body)
-                self._num_bytes += num_bytes
                 headers.setdefault(_KEY, secrets.token_hex(16))
-            answer = await _unless_gone(self._ask(watch, route, body, headers), receive)
+            with self._held(len(body or b"")):
+                answer = await _unless_gone(self._ask(watch, route, body, headers), receive)
+        finally:
+            watch.requests.discard(task)
+        if answer is None:
+            return
+        # It is no longer pending: who does not read must not be taken for one who waits for the model.
+        watch.num_unread += 1
+        self._num_bytes += len(answer[1])
+        try:
+            await _send(send, *answer)
+        finally:
+            watch.num_unread -= 1
+            self._num_bytes -= len(answer[1])
+
+    @contextmanager
+    def _held(self, num_bytes: int) -> Iterator[None]:
+        """Raises `HttpError` where there is no room for a body of that size."""
+        if self._num_bytes + num_bytes > _MOST_BYTES:
+            raise refusal(429, "too_many_requests", "the calls of all rollouts are too large together")
+        self._num_bytes += num_bytes
+        try:
+            yield
         finally:
             self._num_bytes -= num_bytes
-            watch.requests.discard(task)
-        if answer is not None:
-            await _send(send, *answer)
 
     async def _read(self, receive: Receive) -> bytes:
         """A body; its sender must not keep others from sending theirs."""
@@ -167,22 +184,76 @@ class Relay:
             return text.status, text.body()
         except InvalidInput as error:
             raise refusal(400, "invalid_request", str(error)) from error
-        _follow(watch, route, body is not None, status, answer)
+        _follow(watch, route, body, status, answer)
         return status, answer
 
 
-def _follow(watch: Watch, route: str, is_call: bool, status: int, answer: bytes) -> None:
-    if is_call:
+def _is_route(path: bytes) -> bool:
+    """Also as somebody behind the proxy's address would read it who takes %2F for a slash."""
+    if not _ROUTE.fullmatch(path):
+        return False
+    read = unquote_to_bytes(path)
+    return b".." not in read and b"\\" not in read and read.count(b"/") == path.count(b"/") and b"\0" not in read
+
+
+def _follow(watch: Watch, route: str, asked: bytes | None, status: int, answer: bytes) -> None:
+    """Learn from an answer; `asked` is the body of a call, None for a question about a step."""
+    if asked is not None:
+        wants_tokens = _wants_tokens(asked)
         step_id = step_of(status, answer)
         if step_id is None:
-            watch.note(status, answer)
+            watch.note(status, answer, wants_tokens=wants_tokens)
         elif len(watch.steps) < _MOST_CALLS:
-            watch.steps.add(step_id)
+            watch.steps[step_id] = wants_tokens
         return
     step_id = next((step for step in watch.steps if route.endswith(step_path(step))), None)
     if step_id is not None and (ended := finished(status, answer, step_id=step_id)) is not None:
-        watch.steps.discard(step_id)
-        watch.note(*ended)
+        watch.note(*ended, wants_tokens=watch.steps.pop(step_id))
+
+
+class _Asked(msgspec.Struct):
+    return_token_ids: bool | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
+
+
+_ASKED = msgspec.json.Decoder(_Asked)
+_COMPLETION = msgspec.json.Decoder(_Completion)
+
+
+def _wants_tokens(body: bytes) -> bool:
+    # Few calls do, and a long conversation is not read for the others.
+    if b"return_token_ids" not in body:
+        return False
+    try:
+        return bool(_ASKED.decode(body).return_token_ids)
+    except msgspec.DecodeError:
+        return False
+
+
+def _fault_of(body: bytes, *, wants_tokens: bool) -> GenerationFailed | None:
+    """What a client would call a failure in a completion, though the proxy did not."""
+    if not body.startswith(b"{"):
+        return None  # events
+    try:
+        completion = _COMPLETION.decode(body)
+    except msgspec.DecodeError as error:
+        return GenerationFailed("invalid_response", f"the proxy's completion can't be read: {error}")
+    if not completion.choices:
+        return GenerationFailed("invalid_response", "the proxy's completion has no choices")
+    has_tokens = completion.prompt_token_ids is not None and all(
+        choice.token_ids is not None for choice in completion.choices
+    )
+    if wants_tokens and not has_tokens:
+        return GenerationFailed("invalid_response", "the proxy's completion has not the tokens that were asked for")
+    return None
 
 
 def _forwarded(scope: Scope) -> dict[str, str]:
@@ -203,12 +274,13 @@ async def _unless_gone(asking: Coroutine[None, None, tuple[int, bytes]], receive
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:
-    if body.startswith(b"{"):
-        await send_json(send, status, body)
-        return
-    headers = [(b"content-type", _EVENTS), (b"content-length", b"%d" % len(body))]
+    """Returns when the box has read nearly all of it."""
+    kind = _JSON if body.startswith(b"{") else _EVENTS
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    # Waits until the former is on its way.
+    await send({"type": "http.response.body", "body": b""})
 
 
 class RelayServer:
@@ -238,6 +310,8 @@ class RelayServer:
         self._num_connections += 1
         if self._num_connections > self._num_requests + _MOST_EMPTY:
             self._on_flood("it makes connections to the relay, and asks for nothing")
+        elif len(self._connections) > _MOST_OPEN:
+            self._on_flood(f"it has more than {_MOST_OPEN} connections to the relay")
         loop = asyncio.get_running_loop()
         return Connection(self._answer, connections=self._connections, tasks=self._tasks, idle_s=_IDLE_S, loop=loop)
 

@@ -24,8 +24,8 @@ def result_of(
     if watch.failure is not None:
         return failed(watch.failure)
     if ended.reason is not None:
-        # Whether the model failed is known here: a player that says so is wrong about its own fault.
-        is_wrong = ended.reason is InvalidReason.INFRA and not has_network
+        # Whether the model failed, or did not answer yet, is known here: a player that says so may be wrong.
+        is_wrong = ended.reason is InvalidReason.INFRA and not has_network and not watch.num_pending
         reason = InvalidReason.ENV_ERROR if is_wrong else ended.reason
         return refused(reason, ended.detail or "no detail")
     low, high = reward_range

@@ -36,8 +36,7 @@ def enter(order: Order, uid: int) -> None:
     kernel.pivot_root(".", "." + _MACHINE)
     os.chdir("/")
     os.makedirs(HOME, exist_ok=True)
-    num_inodes = order.limits.temp_mb * 64
-    options = f"mode=0700,uid={uid},gid={uid},size={order.limits.temp_mb}m,nr_inodes={num_inodes}"
+    options = f"mode=0700,uid={uid},gid={uid},{_bounds(order.limits.temp_mb)}"
     kernel.mount("tmpfs", HOME, "tmpfs", _SAFE, options)
     for source, target in layout(order):
         if source is None:
@@ -102,7 +101,12 @@ def _make_devices(temp_mb: int) -> None:
     for name, target in _FD_LINKS.items():
         os.symlink(target, f"/dev/{name}")
     os.mkdir("/dev/shm")
-    kernel.mount("tmpfs", "/dev/shm", "tmpfs", _SAFE, f"mode=1777,size={temp_mb}m")
+    kernel.mount("tmpfs", "/dev/shm", "tmpfs", _SAFE, f"mode=1777,{_bounds(temp_mb)}")
+
+
+def _bounds(temp_mb: int) -> str:
+    """Options of a temporary folder: empty files take memory, too."""
+    return f"size={temp_mb}m,nr_inodes={temp_mb * 64}"
 
 
 def _existing(names: Iterable[str]) -> list[str]:

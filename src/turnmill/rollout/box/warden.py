@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from turnmill.rollout.box import kernel, view
@@ -26,10 +27,12 @@ from turnmill.rollout.box.order import CONTROL_FD, EXIT_NOT_EMPTY, EXIT_REFUSED,
 # How long processes may take to die of SIGKILL.
 _EMPTY_S = 10.0
 _POLL_MS = 500
+# What the kernel adds for a box when it looks for who takes the most memory, in thousandths of all that there is.
+_OOM_SCORE = 500
 _MIB = 1 << 20
 # Below it there may be persons and services.
 _LOWEST_UID = 60_000
-_SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+_SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
 
 
 class Refused(Exception):
@@ -112,6 +115,7 @@ class Warden:
         os.dup2(nothing, 0)
         os.closerange(CONTROL_FD + 1, _max_fd())
         self._limit()
+        _be_first_to_go()
         os.umask(0o077)
         if order.base and self._uid is not None:
             os.chown(order.home, self._uid, self._uid)
@@ -234,18 +238,25 @@ def _owner(pid: int) -> int | None:
         return None
 
 
-def remove_files_of(uid: int) -> None:
+def remove_files_of(uid: int, folders: Sequence[str] = _SHARED_FOLDERS) -> None:
     """Remove what `uid`, which has no process any more, left where everybody may write."""
-    for folder in _SHARED_FOLDERS:
+    for folder in folders:
         try:
-            entries = [entry for entry in os.scandir(folder) if entry.stat(follow_symlinks=False).st_uid == uid]
+            entries = list(os.scandir(folder))
         except OSError:
             continue
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                os.unlink(entry.path)
+            # Others are free to remove what is theirs meanwhile.
+            with suppress(FileNotFoundError):
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    _remove(entry)
+
+
+def _remove(entry: "os.DirEntry[str]") -> None:
+    if entry.is_dir(follow_symlinks=False):
+        shutil.rmtree(entry.path, ignore_errors=True)
+    else:
+        os.unlink(entry.path)
 
 
 # ---------------------------------------------------------------- processes
@@ -334,6 +345,17 @@ def _check_hidden(order: Order) -> None:
     for path in order.hidden:
         if os.access(path, os.R_OK) or os.access(path, os.X_OK):
             raise Refused(f"{path} can be read by other users, so the environment could: chmod 700 {path}")
+
+
+def _be_first_to_go() -> None:
+    """Where the machine has no memory left it is a box that ends, and not a worker, a trainer or a database.
+
+    Where a container does not let that be said, its own limit of memory counts.
+    """
+    with suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        score = int(file.read())
+        file.seek(0)
+        file.write(str(max(score, _OOM_SCORE)))
 
 
 def _max_fd() -> int:
