@@ -69,7 +69,8 @@ AGENT_TESTS := tests/unit/conversation tests/unit/environment tests/unit/generat
   tests/unit/training/test_training_branches.py tests/unit/training/test_training_samples.py tests/e2e/test_agent_calls.py \
   tests/e2e/test_boxed_runs.py tests/e2e/test_trained_branches.py tests/e2e/test_choices_and_texts.py tests/e2e/test_conversations.py \
   tests/e2e/test_group_rewards.py tests/e2e/test_kills_in_conversations.py tests/e2e/test_openai_agents.py \
-  tests/e2e/test_sql_agent_learns.py tests/e2e/test_tool_agents.py
+  tests/e2e/test_sql_agent_learns.py tests/e2e/test_tool_agents.py tests/e2e/test_forced_calls_are_trained.py \
+  tests/e2e/test_verifiers_runs.py tests/unit/wiring/test_boxed_preflight.py
 test-agents: $(VENV)/.agents test-examples
 	$(BIN)/pytest -n 2 $(AGENT_TESTS) $(TEST_ARGS)
 

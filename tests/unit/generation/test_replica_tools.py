@@ -184,7 +184,8 @@ async def test_a_call_that_is_cut_is_text_and_ends_by_length(ports: RunPorts, sc
     call = await recorded(ports, "a_1")
     assert call.reply["content"].endswith('"arguments": {') and "tool_calls" not in call.reply
     # Stop strings cut the text alone: the tokens that spell one are kept, and are the last.
-    assert Renderer(folder).decode_calls(sampled(call)).endswith('"city"')
+    decode = Renderer(folder).decode_calls
+    assert '"city"' in decode(sampled(call)) and '"city"' not in decode(sampled(call)[:-1])
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3-thinking", "llama3", "mistral", "name-outside", "xml"])
