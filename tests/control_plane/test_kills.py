@@ -40,7 +40,7 @@ def _is_dead(running: Running) -> Callable[[], bool]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(point, marks=pytest.mark.long) for point in POINTS[1:])])
 def test_control_is_killed_in_every_stage_and_the_run_comes_to_its_end(
     tmp_path: Path, point: str, record_property: Callable[[str, object], None]
 ) -> None:
