@@ -43,15 +43,28 @@ def is_nested_deeply(value: Any, most: int = MAX_NESTING) -> bool:
     return most == 0 or any(is_nested_deeply(item, most - 1) for item in items)
 
 
+# Floats below it count in ones.
+_EXACT = 2**53
+
+
 def _arguments(text: Any) -> Any:
     """Tool-call arguments as a value; what the model wrote may be no JSON, then the trimmed text stands for itself."""
     if not isinstance(text, str):
-        return text
+        return _numbers_alike(text)
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text.strip()
-    return text.strip() if is_nested_deeply(value) else value
+    return text.strip() if is_nested_deeply(value) else _numbers_alike(value)
+
+
+def _numbers_alike(value: Any) -> Any:
+    """`value` with whole floats as integers: JSON has one kind of number, and many clients write 1.0 back as 1."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < _EXACT else value
+    if isinstance(value, dict):
+        return {key: _numbers_alike(item) for key, item in value.items()}
+    return [_numbers_alike(item) for item in value] if isinstance(value, list) else value
 
 
 def canonical(message: dict[str, Any]) -> bytes:

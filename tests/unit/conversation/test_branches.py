@@ -44,6 +44,7 @@ def tool_call(arguments: str, *, call_id: str = "1", name: str = "look") -> dict
         (assistant(""), {"role": "assistant", "content": None}),
         (assistant("x"), {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}),
         (tool_call('{"a": 1, "b": [2]}'), tool_call('{"b":[2],"a":1}')),
+        (tool_call('{"a": [1.0, {"b": -2.0}], "c": 1e3}'), tool_call('{"a":[1,{"b":-2}],"c":1000}')),
         (tool_call("no json "), tool_call("no json")),
     ],
 )
@@ -59,6 +60,8 @@ def test_messages_that_differ_in_form_only_are_the_same(left: dict[str, Any], ri
         (user("a b"), user("a  b")),
         (user("hi"), {**user("hi"), "name": "me"}),
         (tool_call('{"a": 1}'), tool_call('{"a": 2}')),
+        (tool_call('{"a": 1.5}'), tool_call('{"a": 1}')),
+        (tool_call('{"a": 1e300}'), tool_call('{"a": 1e301}')),
         (tool_call("{}"), tool_call("{}", call_id="2")),
         (tool_call("{}"), tool_call("{}", name="other")),
         ({"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "tool", "content": "x", "tool_call_id": "2"}),
