@@ -87,7 +87,7 @@ CONFIGURATIONS = [
     flags("a folder as the configuration file", ["--config", "folder"], "folder: can't read", "is a directory"),
     flags("text for an integer flag", ["--max-steps", "ten"], 'max_steps = "ten" (--max-steps): must be an integer'),
     flags(
-        "a flag out of range", ["--temperature", "0"], "temperature = 0 (--temperature)", "greater than 0 and at most 2"
+        "a flag out of range", ["--temperature", "0"], "temperature = 0 (--temperature)", "at least 0.01 and at most 2"
     ),
     flags(
         "an unknown environment",
