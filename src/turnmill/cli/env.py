@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turnmill.backends.embedded.files import write_atomically
 from turnmill.cli.errors import EXIT_FAILED, EXIT_INVALID_INPUT, SuggestingGroup
 from turnmill.cli.options import (
     EPILOG,
@@ -261,7 +262,12 @@ def package_command(given: str, output: Path | None, root: Path, as_json: bool) 
         raise InvalidInput(f"{given} {what}: there is no folder to pack")
     archive = pack(found.folder, found.choice.env_id)
     target = output or Path(f"{found.choice.env_id}.tar.gz")
-    _replace(target, archive)
+    if not target.parent.is_dir():
+        raise InvalidInput(f"{target}: can't be written: there is no folder {target.parent}")
+    try:
+        write_atomically(target, archive)
+    except OSError as error:
+        raise InvalidInput(f"{target}: can't be written: {error.strerror}") from error
     digests = {"sha256": hashlib.sha256(archive).hexdigest(), "digest": found.digest()}
     if as_json:
         click.echo(json.dumps({"file": str(target), "num_bytes": len(archive), **digests}))
@@ -269,24 +275,6 @@ def package_command(given: str, output: Path | None, root: Path, as_json: bool) 
     say(PlainConsole(), Text.assemble(("packed ", "bold green"), f"{found.folder} as {target}, {len(archive)} bytes"))
     click.echo(f"SHA-256 of the file: {digests['sha256']}")
     click.echo(f"digest of the package: {digests['digest']}")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write a file as a whole, or not at all."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            aside = Path(file.name)
-            try:
-                file.write(content)
-                file.flush()
-                # As any file that this user makes: a temporary one is closed to others.
-                os.fchmod(file.fileno(), 0o644)
-                aside.replace(target)
-            except BaseException:
-                aside.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise InvalidInput(f"{target}: can't be written: {error.strerror}") from error
 
 
 @env.command("install", short_help="Unpack a package for the runs of a deployment.")

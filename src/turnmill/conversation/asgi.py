@@ -1,6 +1,8 @@
 """What the applications over HTTP have in common: bodies, bearer tokens, and which error is which status."""
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.errors import (
@@ -18,6 +20,8 @@ from turnmill.errors import (
     Unauthorized,
 )
 from turnmill.records import encode
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 # Where a bearer token stands in requests whose Authorization header is a signature for somebody before this server.
@@ -122,6 +126,19 @@ async def until_disconnect(receive: Receive) -> None:
     """Returns when the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(asking: "asyncio.Future[T]", receive: Receive) -> T | None:
+    """What `asking` comes to; None when the client has gone away before that. It is ended in any case."""
+    gone = asyncio.create_task(until_disconnect(receive), name="client-gone")
+    both: tuple[asyncio.Future[Any], ...] = (asking, gone)
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return asking.result() if asking.done() else None
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
 
 
 def bearer_of(scope: Scope) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnmill.conversation.answers import completion_of, models_of
-from turnmill.conversation.asgi import HttpError, read_body, refusal, send_json, to_http, until_disconnect
+from turnmill.conversation.asgi import HttpError, read_body, refusal, send_json, to_http, unless_gone
 from turnmill.conversation.attempts import Answer
 from turnmill.conversation.bodies import decoded, parts_of
 from turnmill.conversation.exchange import Application, Receive, Scope, Send
@@ -144,7 +144,10 @@ class _App:
         params = {name: value for name, value in body.items() if name not in _OWN and value is not None}
         if has_tokens:
             params["return_token_ids"] = True
-        reply = await self._unless_gone(messages, params, receive)
+        asking = asyncio.create_task(self._ask(messages, params), name="endpoint-call")
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        reply = await unless_gone(asking, receive)
         if reply is None:
             return
         completion = _completion(reply, f"chatcmpl-{next(self._num_calls)}", str(body.get("model") or DEFAULT_MODEL))
@@ -153,24 +156,13 @@ class _App:
         else:
             await send_json(send, 200, encode(completion))
 
-    async def _unless_gone(self, messages: list[Any], params: Mapping[str, Any], receive: Receive) -> Reply | None:
-        """The reply, or None when the client has gone away before it came."""
-        asking = asyncio.create_task(self._ask(messages, params), name="endpoint-call")
-        gone = asyncio.create_task(until_disconnect(receive), name="endpoint-gone")
-        self._asking.add(asking)
-        try:
-            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.cancelled():
-                raise _over()
-            return asking.result() if asking.done() else None
-        finally:
-            self._asking.discard(asking)
-            asking.cancel()
-            gone.cancel()
-            await asyncio.wait({asking, gone})
-
     async def _ask(self, messages: list[Any], params: Mapping[str, Any]) -> Reply:
-        return await self._chat.complete(messages, **params)
+        try:
+            return await self._chat.complete(messages, **params)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise _over() from None
+            raise
 
 
 def _over() -> HttpError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from turnmill.conversation.asgi import HttpError, bearer_of, read_body, to_http, until_disconnect
+from turnmill.conversation.asgi import HttpError, bearer_of, read_body, to_http, unless_gone
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.errors import ShuttingDown, TurnmillError, Unauthorized
 from turnmill.records import encode
@@ -137,15 +137,8 @@ class App:
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         head = _Head(id=name, created=int(time.time()), model=self._model.name, is_chat=is_chat)
         answering = asyncio.create_task(self._answer_wish(wish, prompt, head, send), name=name)
-        gone = asyncio.create_task(until_disconnect(receive), name=f"{name} client")
-        try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            # Not done: nobody waits for it any more, and what it samples would cost others their turn.
-            return answering.result() if answering.done() else None
-        finally:
-            for task in (answering, gone):
-                task.cancel()
-            await asyncio.gather(answering, gone, return_exceptions=True)
+        # Where nobody waits for it any more, what it samples would cost others their turn.
+        return await unless_gone(answering, receive)
 
     async def _answer_wish(self, wish: Wish, prompt: Prompt, head: _Head, send: Send) -> bytes | None:
         async with aclosing(self._answerer.pieces(wish, prompt)) as pieces:

@@ -12,14 +12,14 @@ import asyncio
 import re
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from turnmill.conversation.asgi import HttpError, read_body, refusal, send_json, until_disconnect
+from turnmill.conversation.asgi import HttpError, read_body, refusal, send_json, unless_gone
 from turnmill.conversation.client import Retry, ask, chat_error
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.http import HttpClient, Url
@@ -132,7 +132,8 @@ class Relay:
                 body = await self._read(receive)
                 headers.setdefault(_KEY, secrets.token_hex(16))
             with self._held(len(body or b"")):
-                answer = await _unless_gone(self._ask(watch, route, body, headers), receive)
+                asking = asyncio.create_task(self._ask(watch, route, body, headers), name="relay-call")
+                answer = await unless_gone(asking, receive)
         finally:
             watch.requests.discard(task)
         if answer is None:
@@ -258,19 +259,6 @@ def _fault_of(body: bytes, *, wants_tokens: bool) -> GenerationFailed | None:
 
 def _forwarded(scope: Scope) -> dict[str, str]:
     return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
-
-
-async def _unless_gone(asking: Coroutine[None, None, tuple[int, bytes]], receive: Receive) -> tuple[int, bytes] | None:
-    """The answer, or None when the client has gone away before it came."""
-    answering = asyncio.ensure_future(asking)
-    gone = asyncio.create_task(until_disconnect(receive), name="relay-gone")
-    try:
-        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answering.result() if answering.done() else None
-    finally:
-        for task in (answering, gone):
-            task.cancel()
-        await asyncio.wait({answering, gone})
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:
