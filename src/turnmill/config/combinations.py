@@ -61,6 +61,12 @@ RULES = (
     Rule(left="max_new_tokens", relation="<", right="max_length", why="the prompt needs room too"),
     Rule(left="max_length", relation="<=", right="micro_batch_tokens", why="a conversation is trained in one pass"),
     Rule(left="min_lr", relation="<=", right="lr", why="the schedule falls from lr to min_lr"),
+    Rule(
+        left="curriculum_low",
+        relation="<=",
+        right="curriculum_high",
+        why="a task is drawn while its pass rate is between them",
+    ),
     Rule(left="warmup_steps", relation="<=", right="max_steps", why="the warm-up is a part of the run"),
     Rule(
         left="baseline_rollouts",

@@ -40,7 +40,11 @@ class Config:
 
     # What is trained, on what
     base_model: str = param("wordle-tiny", "shipped model name, or folder with a Hugging Face model")
-    training_method: str = param("RFT_MULTITURN_FULL", "what is updated", choices=("RFT_MULTITURN_FULL",))
+    training_method: str = param(
+        "RFT_MULTITURN_FULL",
+        "what is updated: all weights, or a LoRA adapter",
+        choices=("RFT_MULTITURN_FULL", "RFT_MULTITURN_LORA"),
+    )
     env: str = param("wordle", "environment: a built-in one, or a package by its id")
     env_args: dict[str, Any] = param({}, "keyword arguments of load_environment, of `env` or `custom_env_id`")
     use_custom_env: bool = param(False, "play the package `custom_env_id` instead of `env`")
@@ -74,14 +78,76 @@ class Config:
     number_generation: int = param(8, "conversations of one group (same task)", ge=2, le=1024)
     max_refill_rounds: int = param(6, "replacement groups per step, times the groups of a batch", ge=0, le=1000)
     group_rewards: bool = param(False, "add what the environment's reward functions per group say of a whole group")
-    rollout_strategy: str = param("on_policy_sync", "how rollouts follow versions", choices=("on_policy_sync",))
+    rollout_strategy: str = param(
+        "on_policy_sync",
+        "rollouts of the newest version alone, or trainer and replicas at the same time",
+        choices=("on_policy_sync", "off_policy_async"),
+    )
+    age_tolerance: int = param(2, "off_policy_async: optimizer steps that a trained token may be old", ge=1, le=64)
+    max_useless_groups: int = param(
+        0, "groups without signal in a row that stop the run; 0: ten steps without any", ge=0, le=1000000
+    )
+    curriculum: str = param(
+        "none",
+        "tasks in data order, or those alone whose pass rate so far is within a window",
+        choices=("none", "pass_rate"),
+    )
+    curriculum_low: float = param(0.05, "curriculum: lowest pass rate of a task that is drawn", ge=0, le=1)
+    curriculum_high: float = param(0.95, "curriculum: highest pass rate of a task that is drawn", ge=0, le=1)
+    curriculum_revisit: int = param(4, "curriculum: epochs after which a task outside is tried again", ge=1, le=10000)
     shuffle: bool = param(False, "shuffle the tasks of each epoch (seeded) instead of file order")
 
     # Checkpoints
     save_steps: int = param(10, "optimizer steps between checkpoints", ge=1)
     save_top_k: int = param(5, "last checkpoints that are kept, beside the best one by mean reward", ge=1, le=10000)
 
-    # Optimizer and loss
+    # Advantage and loss
+    advantage_method: str = param(
+        "group_based",
+        "how rewards become advantages",
+        choices=(
+            "group_based",
+            "group_based_no_std",
+            "rloo",
+            "reinforce_pp_baseline",
+            "opo",
+            "grpo_passk",
+            "group_based_per_turn",
+        ),
+    )
+    gamma: float = param(1.0, "group_based_per_turn: discount of later turns", ge=0, le=1)
+    loss_fn: str = param("ppo", "policy loss", choices=("ppo", "cispo", "importance_sampling", "gspo"))
+    loss_aggregation: str = param(
+        "token",
+        "what weighs the same: each token, each conversation, or each token divided by max_length",
+        choices=("token", "sequence", "constant"),
+    )
+    clip_ratio_low: float = param(0.2, "ratio is clipped at 1 - this", ge=0, le=1)
+    clip_ratio_high: float = param(0.2, "ratio is clipped at 1 + this", ge=0, le=10)
+    kl_coeff: float = param(0.0, "weight of the KL term against the reference", ge=0, le=10)
+    kl_refresh_steps: int = param(
+        0, "optimizer steps after which the reference becomes the policy; 0: it stays the base model", ge=0
+    )
+    ent_coeff: float = param(0.001, "weight of the entropy bonus", ge=0, le=1)
+    loss_scale: float = param(1.0, "factor of the whole loss", gt=0, le=1e6)
+    mismatch_correction: str = param(
+        "none",
+        "weights for what sampler and trainer see differently: tokens cut off or masked, or conversations masked",
+        choices=("none", "token_truncate", "token_mask", "sequence_mask"),
+    )
+    mismatch_cap: float = param(2.0, "mismatch_correction: largest trainer / sampler probability", ge=1, le=1000)
+    overlong: str = param(
+        "score",
+        "conversations that filled max_length: trained as scored, compared but not trained, or left out",
+        choices=("score", "mask", "drop"),
+    )
+    ppo_epochs: int = param(1, "passes of one step over its batch", ge=1, le=64)
+    ppo_minibatches: int = param(1, "updates of one pass over the batch, each on whole groups", ge=1, le=1024)
+    micro_batch_tokens: int = param(16384, "token budget of one forward pass in training", ge=8)
+    audit_mean_tolerance: float = param(1e-4, "largest mean |trainer - sampler| log-prob of a batch", gt=0)
+    audit_max_tolerance: float = param(1e-3, "largest single |trainer - sampler| log-prob", gt=0)
+
+    # Optimizer
     lr: float = param(7e-7, "peak learning rate", gt=0, le=1)
     min_lr: float = param(0.0, "learning rate at the end of the schedule", ge=0, le=1)
     lr_schedule: str = param("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine"))
@@ -89,14 +155,20 @@ class Config:
     weight_decay: float = param(0.0, "AdamW weight decay", ge=0, le=1)
     adam_beta1: float = param(0.9, "AdamW beta 1", ge=0, le=0.9999)
     adam_beta2: float = param(0.95, "AdamW beta 2", ge=0, le=0.9999)
+    adam_eps: float = param(1e-8, "AdamW epsilon", gt=0, le=1)
     grad_clip: float = param(1.0, "largest global gradient norm", gt=0)
-    clip_ratio_low: float = param(0.2, "ratio is clipped at 1 - this", ge=0, le=1)
-    clip_ratio_high: float = param(0.2, "ratio is clipped at 1 + this", ge=0, le=10)
-    kl_coeff: float = param(0.0, "weight of the KL term against the base model", ge=0, le=10)
-    ent_coeff: float = param(0.001, "weight of the entropy bonus", ge=0, le=1)
-    micro_batch_tokens: int = param(16384, "token budget of one forward pass in training", ge=8)
-    audit_mean_tolerance: float = param(1e-4, "largest mean |trainer - sampler| log-prob of a batch", gt=0)
-    audit_max_tolerance: float = param(1e-3, "largest single |trainer - sampler| log-prob", gt=0)
+    precision: str = param(
+        "fp32", "of the forward and backward passes; weights and optimizer stay fp32", choices=("fp32", "bf16")
+    )
+    gradient_checkpointing: bool = param(
+        False, "compute activations again in the backward pass instead of keeping them"
+    )
+
+    # LoRA
+    lora_rank: int = param(32, "rank of the adapter", ge=1, le=1024)
+    lora_alpha: float = param(32.0, "the adapter is scaled by this over its rank", gt=0, le=4096)
+    lora_targets: tuple[str, ...] = param((), "names of the modules that get an adapter; none: all linear layers")
+    loraplus_lr_ratio: float = param(1.0, "LoRA+: learning rate of the B matrices over that of A", gt=0, le=100)
 
     # Generation
     generation_replicas: int = param(1, "generation processes", ge=1, le=64)
@@ -109,11 +181,19 @@ class Config:
     baseline_max_rollouts: int = param(384, "and so many where none or all of those pass", ge=0, le=65536)
     ignore_baseline: bool = param(False, "train even where none or all conversations of the base model pass")
     eval_rollouts: int = param(300, "held-out conversations, rounded up to whole passes", ge=1)
+    val_every: int = param(0, "optimizer steps between evaluations during training; 0: none", ge=0)
+    val_rollouts: int = param(64, "held-out conversations of each of those, rounded up to whole passes", ge=1)
+    val_temperature: float = param(
+        1.0, "sampling temperature of evaluations; 0: greedy, each conversation the likeliest", ge=0, le=2
+    )
     success_threshold: float = param(1.0, "a rollout passes at this reward")
     promotion: str = param(
         "not_worse",
         "held-out result with which the model is published",
         choices=("not_worse", "better", "always"),
+    )
+    promotion_metric: str = param(
+        "solved", "what is compared for that: the share that passes, or the mean reward", choices=("solved", "reward")
     )
     max_runtime_s: float = param(86400.0, "seconds of the whole run, all attempts together", gt=0)
     watchdog_s: float = param(
@@ -152,9 +232,19 @@ class Config:
         return self.watchdog_s or self.training_timeout + self.call_timeout_s
 
     @property
-    def age_tolerance(self) -> int:
+    def is_async(self) -> bool:
+        """Trainer and replicas work at the same time."""
+        return self.rollout_strategy == "off_policy_async"
+
+    @property
+    def max_staleness(self) -> int:
         """Optimizer steps that a trained token may be old; 0 on policy."""
-        return 0
+        return self.age_tolerance if self.is_async else 0
+
+    @property
+    def is_lora(self) -> bool:
+        """An adapter is trained, and the base model stays as it is."""
+        return self.training_method == "RFT_MULTITURN_LORA"
 
 
 @dataclass(frozen=True, kw_only=True)

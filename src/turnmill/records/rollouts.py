@@ -93,6 +93,8 @@ class RolloutResult:
     reward: float | None = None
     reason: InvalidReason | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    # What single calls are worth, by call id, for methods that give credit a turn; their sum need not be the reward.
+    turn_rewards: dict[str, float] = field(default_factory=dict)
     # None where the conversation did not come to an end.
     stop_reason: StopReason | None = None
     # Text for people: what went wrong.
@@ -146,6 +148,8 @@ class SampleRecord:
     # What the reward functions of its group add, written when the group is complete; None: the environment has none.
     group_reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    # What single calls are worth, by call id; empty: the environment does not say.
+    turn_rewards: dict[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
     # Call ids that the reporting attempt consumed, own or replayed, in order of first use.
     calls: tuple[str, ...] = ()
@@ -158,7 +162,8 @@ class SampleRecord:
     is_told: bool = False
     # Optimizer step that it is batched in.
     step: int | None = None
-    # Digest over identity, attempt, reward, metrics and calls, written with REPORTED, and anew with `group_reward`.
+    # Digest over identity, attempt, reward, metrics, calls and `turn_rewards`, written with REPORTED, and anew with
+    # `group_reward`.
     report_digest: str | None = None
 
     @property
@@ -179,7 +184,8 @@ class SampleRecord:
         """What `report_digest` must be; a difference means that the stored record was altered."""
         reported = [self.attempt, self.reward, self.metrics, self.stop_reason, self.calls]
         added = [] if self.group_reward is None else [self.group_reward]
-        return digest_of(self.key.encode(), encode([*reported, *added]))
+        per_turn = [self.turn_rewards] if self.turn_rewards else []
+        return digest_of(self.key.encode(), encode([*reported, *added, *per_turn]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,7 +210,7 @@ class Collector:
             else:
                 rollout = _rollout(sample, sample.reward, calls[sample.sample_id], num_steps)
                 tally.rollouts.append(rollout)
-                stale = rollout.staleness > self._config.age_tolerance
+                stale = rollout.staleness > self._config.max_staleness
             if sample.sample_id in self.builder.leaving:
                 drops += self.builder.leave(sample.sample_id, sample.reward)
             elif self._scoring is not None and sample.reward is not None and not stale:

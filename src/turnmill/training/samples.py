@@ -8,15 +8,15 @@ that the conversation went on from. Axes: T positions of a row.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 import msgspec
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Stored
-from turnmill.records import Call, SampleRecord, decode
+from turnmill.records import Call, SampleRecord, StopReason, decode
 
 Keyed = TypeVar("Keyed", SampleRecord, Call)
 
@@ -64,6 +64,10 @@ class TrainingSample:
     key: str
     reward: float
     rows: tuple[Row, ...]
+    # What single calls are worth, by call id.
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    # It ended because it filled `max_length`.
+    is_overlong: bool = False
     # Of the report that the reward is from; None: of no record.
     report_digest: str | None = None
 
@@ -124,7 +128,14 @@ def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSamp
     reward = sample.trained_reward
     if reward is None:
         _mismatch(sample.key, "reward", "a number", None)
-    return TrainingSample(key=sample.key, reward=reward, rows=rows, report_digest=sample.report_digest)
+    return TrainingSample(
+        key=sample.key,
+        reward=reward,
+        rows=rows,
+        turn_rewards=sample.turn_rewards,
+        is_overlong=sample.stop_reason == StopReason.MAX_LENGTH,
+        report_digest=sample.report_digest,
+    )
 
 
 def _check_call(sample: SampleRecord, call: Call, earlier: dict[str, Call]) -> None:
