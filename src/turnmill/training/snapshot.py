@@ -16,8 +16,9 @@ from torch import Tensor
 
 from turnmill.errors import InvalidInput, RecordCorrupt
 from turnmill.training.checkpoint import Manifest
+from turnmill.training.optimizer import set_learning_rate
 from turnmill.training.policy import Policy, digest_of_tensors
-from turnmill.training.trainer import Trainer, learning_rate
+from turnmill.training.trainer import Trainer
 
 STATE_FILE = "trainer.safetensors"
 _OPTIMIZER, _RANDOM = "optimizer", "random/torch"
@@ -69,8 +70,7 @@ def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
             values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
             if values:
                 state["state"][index] = {key: value.clone() for key, value in values.items()}
-    for group in state["param_groups"]:
-        group["lr"] = learning_rate(trainer.config, manifest.step)
     trainer.optimizer.load_state_dict(state)
+    set_learning_rate(trainer.optimizer, trainer.config, manifest.step)
     torch.set_rng_state(tensors[_RANDOM])
     trainer.num_steps = manifest.step

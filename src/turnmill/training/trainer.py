@@ -33,6 +33,7 @@ from turnmill.training.audit import TokenAudit
 from turnmill.training.bundles import Bundle
 from turnmill.training.grpo import LossTerms, LossWeights, group_advantages, token_logprobs, token_loss
 from turnmill.training.microbatches import MicroBatch, collate, plan
+from turnmill.training.optimizer import make_optimizer, set_learning_rate
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, TrainingSample
 
@@ -66,17 +67,6 @@ def threads_alone(config: Config) -> int:
         return config.trainer_threads
     # The cores that this process may use; not every system tells.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Rate of optimizer step `step` (from 1): linear warm-up to `lr`, then constant, or down to `min_lr` at the end."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps - 1) / max(1, config.max_steps - config.warmup_steps - 1))
-    left = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * left
 
 
 @dataclass(kw_only=True)
@@ -131,13 +121,7 @@ class Trainer:
         if config.kl_coeff > 0:
             self.reference = Policy.load(base_model)
             self.reference.model.requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.policy, config)
         # Optimizer steps made.
         self.num_steps = 0
         # Of the step to come.
@@ -259,9 +243,7 @@ class Trainer:
             )
         sums.audit.check(self.config)
         loss, grad_norm = self._clipped(sums)
-        lr = learning_rate(self.config, self.num_steps + 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rate(self.optimizer, self.config, self.num_steps + 1)
         self.optimizer.step()
         self.num_steps += 1
         kl_reference = [float(part.kl_reference) for part in sums.terms if part.kl_reference is not None]

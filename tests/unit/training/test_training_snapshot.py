@@ -12,7 +12,8 @@ from turnmill.errors import RecordCorrupt
 from turnmill.records import Version
 from turnmill.training import snapshot
 from turnmill.training.checkpoint import Manifest
-from turnmill.training.trainer import Trainer, learning_rate
+from turnmill.training.optimizer import learning_rate, set_learning_rate
+from turnmill.training.trainer import Trainer
 
 MakeTrainer = Callable[[Config], Trainer]
 
@@ -23,8 +24,7 @@ def make_steps(trainer: Trainer, num_steps: int) -> None:
         for parameter in trainer.policy.parameters():
             parameter.grad = torch.randn(parameter.shape)
         trainer.num_steps += 1
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = learning_rate(trainer.config, trainer.num_steps)
+        set_learning_rate(trainer.optimizer, trainer.config, trainer.num_steps)
         trainer.optimizer.step()
 
 

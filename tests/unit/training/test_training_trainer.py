@@ -35,7 +35,7 @@ from turnmill.training.bundles import ATTENTION, Bundle
 from turnmill.training.microbatches import MicroBatch, collate
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, Span, TrainingSample
-from turnmill.training.trainer import Trainer, learning_rate
+from turnmill.training.trainer import Trainer
 
 Trainers = Callable[[Config], Trainer]
 
@@ -625,20 +625,3 @@ def test_the_checkpoint_loads_as_a_hugging_face_model(
 def test_a_folder_that_is_no_model_is_an_error_of_the_user(small_config: Config, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="can't be loaded"):
         Trainer(tmp_path, small_config)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25, 0.1]),
-    ],
-)
-def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule: str, expected: list[float]) -> None:
-    config = Config(lr=1.0, min_lr=0.1, warmup_steps=2, max_steps=6, lr_schedule=schedule)
-    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)
-
-
-def test_the_learning_rate_of_a_single_step_is_the_peak() -> None:
-    assert learning_rate(Config(lr=0.5, max_steps=1, lr_schedule="cosine"), 1) == 0.5

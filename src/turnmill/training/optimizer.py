@@ -1,0 +1,47 @@
+"""AdamW over the trained parameters, and its learning rate: warm-up, then constant, linear or cosine.
+
+    make_optimizer -> [set_learning_rate(step) -> optimizer.step()]*
+
+Rates follow from the number of the step alone, so there is nothing of the schedule to store or to restore.
+"""
+
+import math
+
+import torch
+
+from turnmill.config import Config
+from turnmill.training.policy import Policy
+
+# Of a parameter group of the optimizer: its learning rate over that of the run; 1 where the group does not say.
+_RATIO = "lr_ratio"
+
+
+def make_optimizer(policy: Policy, config: Config) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) over the policy's trained parameters, at the run's peak learning rate."""
+    return torch.optim.AdamW(
+        policy.parameters(),
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Rate of optimizer step `step` (from 1): linear warm-up to `lr`, then constant, or down to `min_lr` at the end."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps - 1) / max(1, config.max_steps - config.warmup_steps - 1))
+    left = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+    """Give every group of parameters its rate of optimizer step `step`; the run's rate."""
+    rate = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(_RATIO, 1.0)
+    return rate
