@@ -19,13 +19,13 @@ decided, so a short conversation is never favoured. Everything else follows from
   every task is either trained or decided to have no signal.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from turnmill.config import Config
 from turnmill.records import DropReason, Progress, Task
+from turnmill.training.task_order import TaskOrder
 
 # Groups that the running share of groups with signal remembers, roughly.
 _MEMORY_GROUPS = 64
@@ -75,6 +75,8 @@ class _Group:
 
     group_id: str
     task: Task
+    # In the data.
+    position: int
     state: _State = _State.UNDECIDED
     # Drawn, and not told its sample id yet.
     num_unbound: int = 0
@@ -97,27 +99,6 @@ class _Group:
         return len(set(self.rewards.values())) > 1
 
 
-class TaskOrder:
-    """The endless sequence of tasks: file order epoch after epoch, or a seeded shuffle of each epoch."""
-
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
-        if not tasks:
-            raise ValueError("no tasks")
-        self._tasks = tasks
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order = list(range(len(tasks)))
-
-    def __getitem__(self, position: int) -> Task:
-        epoch, index = divmod(position, len(self._tasks))
-        if self._shuffle and epoch != self._epoch:
-            self._order = list(range(len(self._tasks)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._tasks[self._order[index]]
-
-
 class BatchBuilder:
     """Collects one batch after another; the same ends in the same order give the same draws, drops and batches."""
 
@@ -130,7 +111,7 @@ class BatchBuilder:
         self._order = TaskOrder(tasks, seed=config.seed, shuffle=config.shuffle)
         self._prefix = prefix
         self._num_drawn = 0
-        # Position in the data of the first group of the batch being collected.
+        # Position in the data from which the batch being collected draws: right behind the last group taken.
         self.position = progress.position
         self._groups: list[_Group] = []
         self._group_of: dict[str, _Group] = {}
@@ -181,8 +162,9 @@ class BatchBuilder:
             self._group_of[sample_id] = group
 
     def _open_group(self) -> None:
-        task = self._order[self.position + len(self._groups)]
-        self._groups.append(_Group(group_id=f"{self._prefix}{self._num_drawn}", task=task))
+        turn = self._order.turn(self._groups[-1].position + 1 if self._groups else self.position)
+        group_id = f"{self._prefix}{self._num_drawn}"
+        self._groups.append(_Group(group_id=group_id, task=turn.task, position=turn.position))
         self._num_drawn += 1
 
     def _wants_group(self) -> bool:
@@ -283,7 +265,7 @@ class BatchBuilder:
             groups=tuple(group.valid_ids for group in considered if group.state is _State.SIGNAL),
             drops=tuple(drop for group in rest for drop in self._give_up(group, DropReason.SURPLUS)),
         )
-        self.position += num_considered
+        self.position = considered[-1].position + 1
         self._groups = []
         self._group_of = {}
         return closed

@@ -9,7 +9,7 @@ import pytest
 
 from turnmill.config import Config
 from turnmill.records import DropReason, Task
-from turnmill.training.batcher import BatchBuilder, Closed, Draw, Drop, TaskOrder
+from turnmill.training.batcher import BatchBuilder, Closed, Draw, Drop
 
 Rewards = Callable[[str, int], float | None]
 
@@ -255,25 +255,6 @@ def test_an_open_batch_can_not_be_closed(table: Table) -> None:
     table.request()
     with pytest.raises(RuntimeError, match="still open"):
         table.builder.close()
-
-
-def test_tasks_come_in_file_order_again_and_again(tasks: list[Task]) -> None:
-    order = TaskOrder(tasks[:3], seed=0, shuffle=False)
-    assert [order[i].id for i in range(7)] == ["t0", "t1", "t2", "t0", "t1", "t2", "t0"]
-
-
-def test_shuffled_epochs_are_seeded_complete_and_different(tasks: list[Task]) -> None:
-    order, again = (TaskOrder(tasks, seed=5, shuffle=True) for _ in range(2))
-    first, second = [[order[i].id for i in range(start, start + 20)] for start in (0, 20)]
-    assert sorted(first) == sorted(second) == sorted(task.id for task in tasks)
-    assert first != second
-    assert [again[i].id for i in (25, 3, 25)] == [second[5], first[3], second[5]]
-    assert [TaskOrder(tasks, seed=6, shuffle=True)[i].id for i in range(20)] != first
-
-
-def test_no_tasks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no tasks"):
-        TaskOrder([], seed=0, shuffle=False)
 
 
 def simulate(seed: int) -> tuple[Table, list[Closed]]:
