@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill.config.combinations import RULES, environment_problems
+from turnmill.config.combinations import ALGORITHM_PARAMETERS, RULES, algorithm_problems, environment_problems
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
 from turnmill.config.values import Unfit, check, parse, shown, suggest
 from turnmill.errors import ConfigError, printable
@@ -198,6 +198,8 @@ class _Layers:
                 self.problems.append(problem)
         if not self._bad & set(ENVIRONMENT_PARAMETERS):
             self.problems += environment_problems(values, places, chosen)
+        if not self._bad & set(ALGORITHM_PARAMETERS):
+            self.problems += algorithm_problems(values, places)
         if self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{many} in the configuration:", *self.problems]))

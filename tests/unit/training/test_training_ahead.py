@@ -25,7 +25,12 @@ class Recorder(Trainer):
         self.taken: list[tuple[str, int]] = []
 
     def accumulate(
-        self, groups: Sequence[Sequence[TrainingSample]], threads: int, *, after: Callable[[], None] = lambda: None
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        threads: int,
+        *,
+        version: str | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         keys = [group[0].key for group in groups]
         self.begun += keys
