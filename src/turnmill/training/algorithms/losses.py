@@ -12,9 +12,10 @@ clip(x) holds x within [1 - clip_ratio_low, 1 + clip_ratio_high], sg stops the g
 Where published variants differ: MiniMax-M1 trains CISPO with no lower bound, which is `clip_ratio_low` = 1 here; its
 tokens keep a gradient when they are clipped. PPO's "dual clip" (a third bound for A < 0) is not used. GSPO's sample
 ratio is the geometric mean of its tokens' ratios, so it stays much nearer to 1 than theirs, and the bounds that its
-authors use are two orders of magnitude narrower (3e-4 and 4e-4). It has the form of the paper's GSPO-token (equations 13
-and 14), which tokens give one by one, in whatever passes they are: where the tokens of a sample have one advantage and
-one weight, that is GSPO's gradient; what is about single tokens (advantages of turns, mismatch weights) weighs theirs.
+authors use are two orders of magnitude narrower (3e-4 and 4e-4). It has the form of the paper's GSPO-token (equations
+13 and 14), which tokens give one by one, in whatever passes they are: where the tokens of a sample have one advantage
+and one weight, that is GSPO's gradient; what is about single tokens (advantages of turns, mismatch weights) weighs
+theirs.
 """
 
 from collections.abc import Callable
