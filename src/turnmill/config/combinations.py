@@ -145,10 +145,10 @@ def algorithm_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> 
             "kl_coeff above 0, or kl_refresh_steps to 0"
         )
     num_groups = values["global_batch_size"] // values["number_generation"]
-    if values["ppo_minibatches"] > num_groups:
+    if 0 < num_groups < values["ppo_minibatches"]:
         problems.append(
             f"{told('ppo_minibatches')} must not exceed the groups of a batch, which are {num_groups}, of "
             f"{told('global_batch_size')} and {told('number_generation')}: an update is made on whole groups; set "
-            f"ppo_minibatches to at most {max(1, num_groups)}"
+            f"ppo_minibatches to at most {num_groups}"
         )
     return problems
