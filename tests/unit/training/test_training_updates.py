@@ -25,7 +25,7 @@ from turnmill.training.trainer import Trainer
 
 Trainers = Callable[[Config], Trainer]
 Groups = Sequence[Sequence[TrainingSample]]
-LOOSE = {"audit_mean_tolerance": 1e9, "audit_max_tolerance": 1e9}
+LOOSE: dict[str, Any] = {"audit_mean_tolerance": 1e9, "audit_max_tolerance": 1e9}
 
 
 def as_branches(row: Row) -> tuple[Row, ...]:
@@ -255,7 +255,7 @@ def test_a_sample_weighs_the_same_whatever_its_branches_and_passes(
             torch.testing.assert_close(mine, first, rtol=0, atol=2e-6)
 
 
-WHOLE = {
+WHOLE: dict[str, dict[str, Any]] = {
     "epochs": {"ppo_epochs": 2, "ppo_minibatches": 2},
     "whole batch": {"advantage_method": "reinforce_pp_baseline"},
     "both, of samples": {"advantage_method": "reinforce_pp_baseline", "loss_fn": "gspo", "ppo_epochs": 2},
@@ -278,7 +278,7 @@ def test_where_the_whole_batch_is_needed_neither_parts_nor_threads_change_a_bit(
 
 @pytest.mark.parametrize("change", [{"loss_fn": "gspo"}, {"mismatch_correction": "sequence_mask"}])
 def test_whole_samples_are_no_reason_to_wait_for_the_whole_batch(
-    trainer_of: Trainers, small_config: Config, change: dict[str, str]
+    trainer_of: Trainers, small_config: Config, change: dict[str, Any]
 ) -> None:
     config = replace(small_config, **change)
     early, late = trainer_of(config), trainer_of(config)
