@@ -25,9 +25,6 @@ class Sums:
     num_with_turn_rewards: int = 0
     num_rows: int = 0
     num_tokens: int = 0
-    # Of the tokens' advantages: their sum, and that of their squares.
-    advantage: float = 0.0
-    advantage_square: float = 0.0
     # Of the passes, padding included, and how many of them are padding.
     num_positions: int = 0
     num_padding: int = 0
@@ -45,8 +42,6 @@ class Sums:
         self.num_with_turn_rewards += minibatch.num_with_turn_rewards
         self.num_rows += len(minibatch.rows)
         self.num_tokens += minibatch.num_tokens
-        self.advantage += float(minibatch.advantages_k.double().sum())
-        self.advantage_square += float(minibatch.advantages_k.double().square().sum())
 
     @property
     def loss(self) -> float:
@@ -88,13 +83,12 @@ class Means:
 
     @property
     def advantage(self) -> float:
-        return sum(update.sums.advantage for update in self._updates) / self.num_tokens
+        return self.of(lambda terms: terms.advantage)
 
     @property
     def advantage_std(self) -> float:
         """Over the tokens, around their mean."""
-        square = sum(update.sums.advantage_square for update in self._updates) / self.num_tokens
-        return math.sqrt(max(0.0, square - self.advantage**2))
+        return math.sqrt(max(0.0, self.of(lambda terms: terms.advantage_square) - self.advantage**2))
 
     @property
     def loss(self) -> float:

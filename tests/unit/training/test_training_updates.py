@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.unit.training.loop_bench import RUN_ID, Bench, ScriptedRollouts
+from tests.unit.training.loop_bench import RUN_ID, Bench, Builders, ScriptedRollouts, first_of_four
 from tests.unit.training.test_training_resume import check_same, remove_checkpoints, state, step_values
 from tests.unit.training.test_training_snapshot import saved
 from tests.unit.training.test_training_trainer import change_rows, make_groups
@@ -302,6 +302,41 @@ def test_abandoned_groups_leave_nothing_behind_where_they_are_held(trainer_of: T
     assert [p for p in disturbed.policy.parameters() if p.grad is not None] == []
 
 
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    "change", [{"mismatch_correction": "token_truncate"}, {"loss_fn": "gspo"}, {"mismatch_correction": "sequence_mask"}]
+)
+def test_masked_tokens_and_rows_never_matter(
+    trainer_of: Trainers, small_config: Config, change: dict[str, Any], aggregation: str
+) -> None:
+    def with_noise(row: Row) -> Row:
+        return replace(row, logprobs=[x if m else -9.0 for x, m in zip(row.logprobs, row.loss_mask, strict=True)])
+
+    def context_only(row: Row) -> Row:
+        return replace(row, loss_mask=[0] * len(row.loss_mask))
+
+    config = replace(small_config, **LOOSE, **change, loss_aggregation=aggregation, mismatch_cap=1.3)
+    plain, noisy = trainer_of(config), trainer_of(config)
+    groups = disagreeing(make_groups(plain))
+    extended = [
+        [replace(s, rows=(context_only(s.rows[0]), *s.rows)) for s in group]
+        for group in change_rows(groups, with_noise)
+    ]
+    assert plain.step(groups) == noisy.step(extended)
+    assert plain.fingerprint() == noisy.fingerprint()
+
+
+@pytest.mark.parametrize("method", ["group_based", "reinforce_pp_baseline", "rloo"])
+def test_the_order_of_a_groups_samples_means_nothing(trainer_of: Trainers, small_config: Config, method: str) -> None:
+    config = replace(small_config, advantage_method=method, adam_eps=1e-2)
+    plain, other = trainer_of(config), trainer_of(config)
+    groups = make_groups(plain)
+    first, second = plain.step(groups), other.step([group[::-1] for group in groups])
+    assert second.loss == pytest.approx(first.loss, abs=1e-6)
+    for mine, theirs in zip(weights_of(plain), weights_of(other), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
 # ---------------------------------------------------------------- audit
 
 
@@ -367,6 +402,32 @@ def test_turn_rewards_train_the_turns_and_without_any_the_parameter_is_named(
     result = trainer.step(rewarded)
     plain.step(groups)
     assert result.num_updates == 1 and trainer.fingerprint() != plain.fingerprint()
+
+
+class TurnByTurn(ScriptedRollouts):
+    """The first call of every second sample is worth something."""
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        await super().play(sample_id, group_id, reward)
+        sample = self.ready.pop()
+        rewarded = replace(sample, turn_rewards={sample.calls[0]: float(sample_id[-1] in "13579")})
+        rewarded = replace(rewarded, report_digest=rewarded.expected_report_digest())
+        await self.put(rewarded.key, rewarded)
+        self.ready.append(rewarded)
+
+
+async def test_turn_rewards_go_from_the_records_to_the_advantages(
+    bench: Bench, tiny_model: Path, builders: Builders, trainer_of: Trainers
+) -> None:
+    bench.config = replace(bench.config, advantage_method="group_based_per_turn")
+    bench.trainer = trainer_of(bench.config)
+    await bench.train(TurnByTurn(bench.ports, tiny_model, builders, first_of_four), max_steps=1)
+    [metric] = await bench.ports.metrics.read(RUN_ID)
+    # One winner of four, and the first of two calls, of two tokens each, was worth something in two of the four.
+    outcome, turn = np.array([1.5, -0.5, -0.5, -0.5]), math.sqrt(3) / 2 * np.array([-1, 1, -1, 1])
+    values = np.concatenate([outcome + turn, outcome])
+    assert metric.values["advantage_mean"] == pytest.approx(0, abs=1e-5)
+    assert metric.values["advantage_std"] == pytest.approx(values.std(), abs=1e-3)
 
 
 @pytest.mark.parametrize("overlong", ["mask", "drop"])

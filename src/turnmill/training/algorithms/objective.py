@@ -77,6 +77,9 @@ class LossTerms:
     # k3 estimate of KL(policy, reference); None without a reference.
     kl_reference: Tensor | None
     entropy: Tensor
+    advantage: Tensor
+    # Of their squares.
+    advantage_square: Tensor
 
     def detached(self) -> "LossTerms":
         """The numbers without what the gradient needs."""
@@ -124,6 +127,8 @@ def loss_terms(logprobs_n: Tensor, entropy_n: Tensor, tokens: TokenBatch, object
         kl=k3((logprobs_n - tokens.sampled_n).detach()).sum(),
         kl_reference=kl_reference,
         entropy=entropy_n.detach().sum(),
+        advantage=tokens.advantages_n.sum(),
+        advantage_square=tokens.advantages_n.square().sum(),
     )
 
 
