@@ -430,6 +430,18 @@ async def test_turn_rewards_go_from_the_records_to_the_advantages(
     assert metric.values["advantage_std"] == pytest.approx(values.std(), abs=1e-3)
 
 
+async def test_a_group_whose_turns_alone_differ_is_trained_where_turns_are_compared(
+    bench: Bench, tiny_model: Path, builders: Builders, trainer_of: Trainers
+) -> None:
+    bench.config = replace(bench.config, advantage_method="group_based_per_turn")
+    bench.trainer = trainer_of(bench.config)
+    await bench.train(TurnByTurn(bench.ports, tiny_model, builders, lambda task, g: 0.25), max_steps=1)
+    [metric] = await bench.ports.metrics.read(RUN_ID)
+    # Nothing but the first turns: 0.866 and -0.866 for half of the tokens.
+    assert metric.values["num_trained"] == 8
+    assert metric.values["advantage_std"] == pytest.approx(math.sqrt(3 / 8), abs=1e-3)
+
+
 @pytest.mark.parametrize("overlong", ["mask", "drop"])
 def test_a_batch_in_which_all_conversations_filled_their_length_says_so(
     trainer_of: Trainers, small_config: Config, overlong: str
