@@ -225,12 +225,6 @@ class Policy:
         """Digest of the weights in memory, as replicas compute it from theirs."""
         return digest_of_tensors(self.model.named_parameters())
 
-    @torch.no_grad()
-    def take_weights(self, other: "Policy") -> None:
-        """Become a copy of `other`, which was made from the same model."""
-        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
-            mine.copy_(theirs)
-
     def save_weights(self, folder: Path) -> None:
         """Write what replicas load: `model.safetensors` with each parameter once, a tied one too."""
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.model.named_parameters()}

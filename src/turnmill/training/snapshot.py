@@ -31,8 +31,8 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     for name, parameter in trainer.policy.model.named_parameters():
         for key, value in trainer.optimizer.state[parameter].items():
             tensors[f"{_OPTIMIZER}/{name}/{key}"] = value.detach().contiguous()
-    if trainer.reference is not None and trainer.is_renewed_at(trainer.num_steps):
-        for name, parameter in trainer.reference.model.named_parameters():
+    if trainer.is_renewed_at(trainer.num_steps):
+        for name, parameter in trainer.named_reference():
             tensors[f"{_REFERENCE}/{name}"] = parameter.detach().contiguous()
     return tensors
 
@@ -87,9 +87,9 @@ def _reference_of(
     trainer: Trainer, folder: Path, manifest: Manifest, tensors: dict[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Parameters of the reference with their saved values; none while it is the base model."""
-    if trainer.reference is None or not trainer.is_renewed_at(manifest.step):
+    if not trainer.is_renewed_at(manifest.step):
         return []
-    named = {f"{_REFERENCE}/{name}": parameter for name, parameter in trainer.reference.model.named_parameters()}
+    named = {f"{_REFERENCE}/{name}": parameter for name, parameter in trainer.named_reference()}
     missing = sorted(named.keys() - tensors.keys())
     if missing:
         raise RecordCorrupt(f"checkpoint {folder}: {STATE_FILE} lacks the renewed reference: {missing[:3]}")

@@ -133,7 +133,14 @@ class Trainer:
 
     def is_renewed_at(self, step: int) -> bool:
         """Whether, after so many optimizer steps, the reference has other weights than the base model."""
-        return 0 < self.config.kl_refresh_steps <= step
+        return self.reference is not None and 0 < self.config.kl_refresh_steps <= step
+
+    def named_reference(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those of the reference's parameters that are trained in the policy, with their names."""
+        if self.reference is None:
+            return []
+        trained = {name for name, parameter in self.policy.model.named_parameters() if parameter.requires_grad}
+        return [(name, held) for name, held in self.reference.model.named_parameters() if name in trained]
 
     @property
     def _num_updates(self) -> int:
@@ -334,12 +341,18 @@ class Trainer:
         self.optimizer.step()
         return Update(sums=sums, loss=loss, grad_norm=grad_norm)
 
+    @torch.no_grad()
+    def _renew_reference(self) -> None:
+        """Make the reference a copy of the policy."""
+        for (_, held), parameter in zip(self.named_reference(), self.policy.parameters(), strict=True):
+            held.copy_(parameter)
+
     def _finished(self, whole: Sums, updates: Sequence[Update]) -> StepResult:
         """The updates of a step are made."""
         self.num_steps += 1
         refresh = self.config.kl_refresh_steps
         if self.reference is not None and refresh and self.num_steps % refresh == 0:
-            self.reference.take_weights(self.policy)
+            self._renew_reference()
         means = Means(updates)
         num_positions = sum(update.sums.num_positions for update in updates)
         return StepResult(
