@@ -83,7 +83,8 @@ def rate(groups: Groups, config: Config) -> list[list[Rated]]:
 
     What is in the comparison must be all of the batch where the method is one of `advantages.WHOLE_BATCH`.
     """
-    compared = [[s for s in group if not (s.is_overlong and config.overlong == "drop")] for group in groups]
+    is_dropping, is_masking = config.overlong == "drop", config.overlong == "mask"
+    compared = [[sample for sample in group if not (is_dropping and sample.is_overlong)] for group in groups]
     rows = [[tuple(row for row in sample.rows if row.num_trained) for sample in group] for group in compared]
     if config.advantage_method == advantages.PER_TURN:
         calls = [[_calls(sample_rows) for sample_rows in group] for group in rows]
@@ -97,7 +98,7 @@ def rate(groups: Groups, config: Config) -> list[list[Rated]]:
         [
             Rated(sample=sample, rows=sample_rows, calls=sample_calls, advantages_c=advantages_c)
             for sample, sample_rows, sample_calls, advantages_c in zip(*columns, strict=True)
-            if sample_rows and not (sample.is_overlong and config.overlong == "mask")
+            if sample_rows and not (is_masking and sample.is_overlong)
         ]
         for columns in zip(compared, rows, calls, found, strict=True)
     ]

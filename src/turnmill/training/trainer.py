@@ -350,8 +350,7 @@ class Trainer:
     def _finished(self, whole: Sums, updates: Sequence[Update]) -> StepResult:
         """The updates of a step are made."""
         self.num_steps += 1
-        refresh = self.config.kl_refresh_steps
-        if self.reference is not None and refresh and self.num_steps % refresh == 0:
+        if self.is_renewed_at(self.num_steps) and self.num_steps % self.config.kl_refresh_steps == 0:
             self._renew_reference()
         means = Means(updates)
         num_positions = sum(update.sums.num_positions for update in updates)

@@ -189,6 +189,9 @@ def test_every_choice_of_the_parameters_has_its_golden_test() -> None:
         correction="token_mask",
         cap=3.0,
     )
+    free = Objective.of(Config(loss_fn="importance_sampling", clip_ratio_low=0.1, mismatch_cap=3.0))
+    ratio_n = tensor([1e-3, 1.0, 1e3])
+    assert free.bounds.clip(ratio_n).tolist() == ratio_n.tolist() and free.cap == math.inf
 
 
 @pytest.mark.parametrize(("loss_fn", "correction", "aggregation"), list(product(LOSSES, CORRECTIONS, AGGREGATIONS)))

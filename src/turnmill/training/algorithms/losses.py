@@ -18,6 +18,7 @@ and one weight, that is GSPO's gradient; what is about single tokens (advantages
 theirs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ class Bounds:
     def clip(self, ratio_n: Tensor) -> Tensor:
         return ratio_n.clamp(1 - self.low, 1 + self.high)
 
+
+# Holds nothing back.
+NO_BOUNDS = Bounds(low=1.0, high=math.inf)
+# Losses that never ask for bounds.
+UNBOUNDED = frozenset({"importance_sampling"})
 
 # [N] ratios, [N] log-probs of the policy, [N] advantages, bounds -> [N] objectives, [N] whether the bounds acted.
 Loss = Callable[[Tensor, Tensor, Tensor, Bounds], tuple[Tensor, Tensor]]

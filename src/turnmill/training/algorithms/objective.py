@@ -5,6 +5,7 @@
 Sums, not means: they are divided when it is known what the batch has (see `aggregation`).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -25,18 +26,24 @@ class Objective:
     ent_coeff: float
     # One of `mismatch`, or none.
     correction: str = "none"
-    cap: float = 2.0
+    cap: float = math.inf
 
     @classmethod
     def of(cls, config: Config) -> "Objective":
-        """What a run is configured to minimise."""
+        """What a run is configured to minimise; a parameter that does nothing in it is not read."""
+        is_bounded = config.loss_fn not in losses.UNBOUNDED
+        is_corrected = config.mismatch_correction != "none"
         return cls(
             loss_fn=config.loss_fn,
-            bounds=losses.Bounds(low=config.clip_ratio_low, high=config.clip_ratio_high),
+            bounds=(
+                losses.Bounds(low=config.clip_ratio_low, high=config.clip_ratio_high)
+                if is_bounded
+                else losses.NO_BOUNDS
+            ),
             kl_coeff=config.kl_coeff,
             ent_coeff=config.ent_coeff,
             correction=config.mismatch_correction,
-            cap=config.mismatch_cap,
+            cap=config.mismatch_cap if is_corrected else math.inf,
         )
 
 
