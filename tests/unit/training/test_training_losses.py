@@ -302,7 +302,7 @@ def test_a_masked_token_gives_no_gradient_but_that_of_kl_and_entropy() -> None:
     tokens = TokenBatch(
         sampled_n=tensor([-3.0]), advantages_n=tensor([1.0]), old_n=tensor([-1.0]), reference_n=tensor([-1.5])
     )
-    masked = replace(PLAIN, correction="token_mask", kl_coeff=0.1)
+    masked = replace(PLAIN, correction="token_mask", cap=2.0, kl_coeff=0.1)
     terms = loss_terms(logprobs, torch.zeros(1), tokens, masked)
     (found,) = torch.autograd.grad(terms.loss, logprobs)
     # d/dx of 0.1 (exp(y - x) - 1 - (y - x)) with y - x = -0.5.
