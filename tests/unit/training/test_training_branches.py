@@ -128,7 +128,7 @@ def test_the_gradient_of_a_forked_sample_is_that_of_its_calls_one_by_one(
                 total = total - advantage * log_p_tv[t - 1, ids[t]] / 8
     total.backward()  # type: ignore[no-untyped-call]
     before = [parameter.detach().clone() for parameter in trainer.policy.parameters()]
-    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)  # type: ignore[assignment]
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)
     group = [
         training_sample(sample_of("t_0", many, reward=1.0), many),
         training_sample(sample_of("t_0", one, reward=0.0), one),

@@ -101,7 +101,7 @@ def change_rows(groups: Sequence[Sequence[TrainingSample]], change: Callable[[Ro
 def gradients(trainer: Trainer, groups: Sequence[Sequence[TrainingSample]]) -> list[torch.Tensor]:
     """What the step would have applied, seen through plain gradient descent."""
     before = [p.detach().clone() for p in trainer.policy.parameters()]
-    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)  # type: ignore[assignment]
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)
     lr = trainer.step(groups).lr
     return [(old - new.detach()) / lr for old, new in zip(before, trainer.policy.parameters(), strict=True)]
 
