@@ -128,6 +128,8 @@ class SampleRecord:
     deadline: float
     # 1 for the first lease; 0 before.
     attempt: int = 0
+    # When the attempt was leased; 0 before the first lease.
+    leased_at: float = 0.0
     # The last attempt before the sample was redriven; what it and those before it said is not replayed, and they count
     # no more against `max_attempts`. 0: never redriven.
     redriven_after: int = 0

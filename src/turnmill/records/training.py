@@ -118,19 +118,6 @@ class TrainingStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaStatus:
-    """What a replica serves; written by the replica at each weight swap."""
-
-    run_id: str
-    replica: str
-    version: Version
-    # Weight fingerprints that this replica computed from its own memory, by version text; the last few.
-    fingerprints: dict[str, str]
-    updated_at: float
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """A worker that asked the proxy for work; written by the proxy at the worker's first lease."""
 
