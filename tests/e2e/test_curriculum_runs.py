@@ -18,15 +18,6 @@ from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import list_runs
 
 NUM_TASKS = 12
-CURRICULUM = {
-    "max_steps": "6",
-    "curriculum": "pass_rate",
-    "curriculum_low": "0.2",
-    "curriculum_high": "0.8",
-    "curriculum_revisit": "3",
-    "success_threshold": "0.3",
-    "baseline_rollouts": "0",
-}
 
 
 def check_draws(run: Run, tasks: list[Task], batches: list[Batch]) -> int:
@@ -54,7 +45,17 @@ def test_a_run_that_was_killed_goes_on_in_the_order_that_its_batches_give(tmp_pa
     data, root = tmp_path / "tasks.jsonl", tmp_path / "root"
     rows = list(islice(assets.wordle_data("train").read_text().splitlines(keepends=True), NUM_TASKS))
     data.write_text("".join(rows))
-    with start_run(root, data=data, **CURRICULUM) as running:
+    with start_run(
+        root,
+        data=data,
+        max_steps="6",
+        curriculum="pass_rate",
+        curriculum_low="0.2",
+        curriculum_high="0.8",
+        curriculum_revisit="3",
+        success_threshold="0.3",
+        baseline_rollouts="0",
+    ) as running:
         wait_for("two steps", lambda: running.num_steps() >= 2, running.process)
         assert running.folder is not None
         run_id = running.folder.name
