@@ -22,12 +22,13 @@ from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.serve import serve
 from turnmill.cli.show import runs, status, watch
+from turnmill.cli.tasks import tasks
 from turnmill.cli.up import cancel, up, upload
 
 SECTIONS = {
     "Train": (demo, data, env, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
-    "Look": (runs, status, watch, conversations, logs, queues, cost, alerts),
+    "Look": (runs, status, watch, conversations, tasks, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),
     "Of processes": (role,),
 }
