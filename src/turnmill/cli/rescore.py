@@ -24,7 +24,7 @@ from turnmill.records import Purpose
 from turnmill.wiring.environments import logged
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import look_at_runs
-from turnmill.wiring.rescoring.comparison import Comparison, Rescored, Verdict
+from turnmill.wiring.rescoring.comparison import Comparison, Rescored, TaskChange, Verdict
 from turnmill.wiring.rescoring.rescore import CHANGEABLE, Rescoring, Selection, config_of, rescore
 
 _ALL = "all"
@@ -145,8 +145,14 @@ def _show(found: Rescoring, root: Path) -> None:
     console, comparison = PlainConsole(), found.comparison
     for line in _lines(found):
         say(console, line)
-    if len(comparison.tasks) > 1:
-        console.print(_tasks_table(comparison))
+    tasks = sorted(
+        (task for task in comparison.tasks if task.new != task.old),
+        key=lambda task: (-abs(task.new - task.old), task.task_id),
+    )
+    if tasks:
+        console.print(_tasks_table(tasks[:_MOST_TASKS]))
+        rest = f"; of them the {_MOST_TASKS} that changed most" if len(tasks) > _MOST_TASKS else ""
+        say(console, Text(f"{len(tasks)} of {len(comparison.tasks)} tasks changed{rest}", style="dim"))
     changed = {each.sample.sample_id: each for each in found.rescored if each.change}
     if comparison.most_changed:
         console.print(_samples_table([changed[sample_id] for sample_id in comparison.most_changed]))
@@ -202,18 +208,15 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _tasks_table(comparison: Comparison) -> Table:
+def _tasks_table(tasks: Sequence[TaskChange]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("task", overflow="fold")
     for name in ("rollouts", "old", "new", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    by_change = sorted(comparison.tasks, key=lambda task: (-abs(task.new - task.old), task.task_id))
-    for task in by_change[:_MOST_TASKS]:
+    for task in tasks:
         table.add_row(
             printable(task.task_id), str(task.num), f"{task.old:.3f}", f"{task.new:.3f}", f"{task.new - task.old:+.3f}"
         )
-    if len(by_change) > _MOST_TASKS:
-        table.caption = f"the {_MOST_TASKS} tasks that changed most, of {len(by_change)}; --json has all"
     return table
 
 

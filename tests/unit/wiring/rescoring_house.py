@@ -20,6 +20,8 @@ from turnmill.rollout.worker import run_worker
 ENV_ID = "guessing"
 # What it is worth that the model says a letter, what it is told after its first word, and what its reward does.
 SOURCE = """
+import os
+
 from turnmill.environment import Environment, Outcome, opening_messages, reward
 
 
@@ -42,8 +44,8 @@ def first(rollouts):
 
 
 class Guessing(Environment):
-    def __init__(self, letter, told, weight, is_broken, num_turns, group_weight):
-        self.told, self.num_turns = told, num_turns
+    def __init__(self, letter, told, weight, is_broken, num_turns, group_weight, ends):
+        self.told, self.num_turns, self.ends = told, num_turns, ends
         self.rewards = [
             reward(says(letter), name="said", weight=1 - weight),
             reward(brief, weight=weight, per="turn"),
@@ -58,11 +60,15 @@ class Guessing(Environment):
         for turn in range(self.num_turns):
             reply = await chat.complete(messages)
             messages += [reply.message, {"role": "user", "content": self.told}]
+        if task.id == self.ends:
+            os._exit(1)
         return Outcome(metrics={"turns": self.num_turns})
 
 
-def load_environment(letter="a", told="Again.", weight=0.25, is_broken=False, num_turns=2, group_weight=0.0):
-    return Guessing(letter, told, weight, is_broken, num_turns, group_weight)
+def load_environment(
+    letter="a", told="Again.", weight=0.25, is_broken=False, num_turns=2, group_weight=0.0, ends=None
+):
+    return Guessing(letter, told, weight, is_broken, num_turns, group_weight, ends)
 """
 # By sample: what the model says in its turns.
 SAID = {

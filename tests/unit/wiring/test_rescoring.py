@@ -118,6 +118,15 @@ async def test_a_reward_that_raises_is_invalid_with_its_reason(played: Played) -
         assert "reward function raising raised KeyError: 'nothing'" in (each.detail or "")
 
 
+async def test_one_that_ends_the_process_of_all_costs_no_other_its_reward(played: Played) -> None:
+    found = await again(played, ends="t1_1")
+    assert {name: value for name, value in rewards(found).items() if value is not None} == {
+        name: value for name, value in OLD.items() if name != "t1_1"
+    }
+    (ended,) = [each for each in found.rescored if each.verdict is Verdict.INVALID]
+    assert (ended.sample.sample_id, ended.reason) == ("t1_1", InvalidReason.ENV_ERROR)
+
+
 async def test_a_group_that_is_whole_is_scored_anew(played: Played) -> None:
     found = await again(played, group_rewards=True, group_weight=0.5)
     assert [each.group_reward for each in found.rescored] == [0.5, 0.0, 0.5, 0.0]
