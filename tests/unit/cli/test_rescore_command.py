@@ -81,25 +81,25 @@ async def test_what_diverged_and_what_is_invalid_says_why(command: Command) -> N
     assert "invalid t2_1: reward_error: RewardFunctionFailed: reward function raising raised KeyError" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--steps", "3:1"], "--steps 3:1: the first step is behind the last one"),
-        (["--steps", "x"], "--steps x: must be A:B, A:, :B or one step"),
-        (["--steps", "1:2"], "has no conversation that was brought to an end among 0 rollouts"),
-        (["--sample", "nobody"], "--sample nobody: run run-1 has no such rollout for train"),
-        (["--purpose", "eval"], "has no conversation that was brought to an end"),
-        (["--env", "nowhere"], "there is no environment 'nowhere'"),
-        (["--env-args", '{"letters": "o"}'], "has no argument 'letters'"),
-        (["--env-args", "x"], "env_args"),
-        (["--judges", "strict"], "strict"),
-        (["--output", "/nowhere/result.json"], "there is no folder /nowhere"),
-        (["--lr", "1"], "No such option"),
-    ],
-)
-async def test_bad_input_is_exit_code_2(command: Command, arguments: list[str], text: str) -> None:
-    code, out, err = await command.run(*arguments)
-    assert (code, out) == (2, "") and text in err and "Traceback" not in err
+BAD: list[tuple[list[str], str]] = [
+    (["--steps", "3:1"], "--steps 3:1: the first step is behind the last one"),
+    (["--steps", "x"], "--steps x: must be A:B, A:, :B or one step"),
+    (["--steps", "1:2"], "has no conversation that was brought to an end among 0 rollouts"),
+    (["--sample", "nobody"], "--sample nobody: run run-1 has no such rollout for train"),
+    (["--purpose", "eval"], "has no conversation that was brought to an end"),
+    (["--env", "nowhere"], "there is no environment 'nowhere'"),
+    (["--env-args", '{"letters": "o"}'], "has no argument 'letters'"),
+    (["--env-args", "x"], "env_args"),
+    (["--judges", "strict"], "strict"),
+    (["--output", "/nowhere/result.json"], "there is no folder /nowhere"),
+    (["--lr", "1"], "No such option"),
+]
+
+
+async def test_bad_input_is_exit_code_2(command: Command) -> None:
+    for arguments, text in BAD:
+        code, out, err = await command.run(*arguments)
+        assert (code, out) == (2, "") and text in err and "Traceback" not in err, (arguments, err)
 
 
 async def test_an_unknown_run_is_exit_code_2(command: Command) -> None:
