@@ -24,7 +24,7 @@ from turnmill.records import Purpose
 from turnmill.wiring.environments import logged
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import look_at_runs
-from turnmill.wiring.rescoring.comparison import Comparison, Rescored, TaskChange, Verdict
+from turnmill.wiring.rescoring.comparison import Comparison, Rescored, TaskRewards, Verdict
 from turnmill.wiring.rescoring.rescore import CHANGEABLE, Rescoring, Selection, config_of, rescore
 
 _ALL = "all"
@@ -208,7 +208,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _tasks_table(tasks: Sequence[TaskChange]) -> Table:
+def _tasks_table(tasks: Sequence[TaskRewards]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("task", overflow="fold")
     for name in ("rollouts", "old", "new", "difference"):

@@ -8,7 +8,7 @@ What counts as the same request is what counts for a new attempt of a sample tha
 routes are those of agents alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from turnmill.conversation.requests import ChatRequest, Offer, parse_chat, parse
 from turnmill.conversation.streaming import Pace
 from turnmill.conversation.tokens import tokens_of
 from turnmill.errors import GenerationFailed, NotFound, TurnmillError, Unauthorized
-from turnmill.records import TEXT_ROLE, Call, SampleRecord, StopReason, encode
+from turnmill.records import TEXT_ROLE, Call, Purpose, SampleRecord, StopReason, encode
 
 # Codes of the errors that stand in the place of an answer.
 DIVERGED, FULL = "diverged", "context_length_exceeded"
@@ -110,7 +110,9 @@ class Replayed:
 class ReplayedChats:
     """Implements `agents.Chats` for all conversations that are played again at once."""
 
+    # Of rollouts that are trained, and of each purpose.
     offer: Offer
+    offers: Mapping[Purpose, Offer]
     # When the run began, Unix seconds.
     created_at: float
     # By the names in their secrets.
@@ -134,7 +136,8 @@ class ReplayedChats:
 
     def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         replayed = self._of(secret)
-        return parse_text(body, self.offer) if is_text else parse_chat(body, self.offer, replayed.attempt.heard)
+        offer = self.offers[replayed.sample.purpose]
+        return parse_text(body, offer) if is_text else parse_chat(body, offer, replayed.attempt.heard)
 
     async def chat(
         self,

@@ -14,7 +14,7 @@ from tests.unit.conversation.talking import calls_of
 from turnmill.conversation.replayed import ReplayApp, Replayed, ReplayedChats
 from turnmill.conversation.requests import Offer
 from turnmill.conversation.serving import listening
-from turnmill.records import GenerateRequest, RunKind, SampleRecord, StopReason, encode
+from turnmill.records import GenerateRequest, Purpose, RunKind, SampleRecord, StopReason, encode
 
 if TYPE_CHECKING:
     from tests.unit.conversation.conftest import World
@@ -47,7 +47,8 @@ class Again:
 
 @asynccontextmanager
 async def again(world: "World", sample: SampleRecord) -> AsyncIterator[Again]:
-    chats = ReplayedChats(offer=Offer.of(CONFIG, RunKind.TRAIN), created_at=0.0)
+    offer = Offer.of(CONFIG, RunKind.TRAIN)
+    chats = ReplayedChats(offer=offer, offers=dict.fromkeys(Purpose, offer), created_at=0.0)
     calls = await calls_of(world.ports.records, sample.sample_id, sample.calls)
     before = await world.stored_bytes()
     secret, replayed = chats.open(sample, calls)

@@ -90,7 +90,7 @@ class Rescored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskChange:
+class TaskRewards:
     """The conversations of one task that have a reward then and now."""
 
     task_id: str
@@ -138,7 +138,7 @@ class Comparison:
     old_pass_rate: float | None
     new_pass_rate: float | None
     signal: Signal
-    tasks: Sequence[TaskChange]
+    tasks: Sequence[TaskRewards]
     # Largest change first.
     most_changed: Sequence[str]
 
@@ -173,7 +173,7 @@ def compare(rescored: Sequence[Rescored], *, success_threshold: float, group_siz
         new_pass_rate=fmean(value >= success_threshold for value in new) if new else None,
         signal=_signal(pairs, group_sizes),
         tasks=[
-            TaskChange(
+            TaskRewards(
                 task_id=task_id,
                 num=len(members),
                 old=fmean(_given(each.old) for each in members),
