@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.backends.embedded.files import write_atomically
-from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options, unsafe_env_option
+from turnmill.cli.options import CommandWithParameters, collect_flags, config_options, unsafe_env_option
 from turnmill.cli.show import at_root, choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
 from turnmill.config import ENVIRONMENT_PARAMETERS, load_config, parameter_names
@@ -27,6 +27,10 @@ from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.rescoring.comparison import Comparison, Rescored, TaskRewards, Verdict
 from turnmill.wiring.rescoring.rescore import CHANGEABLE, Rescoring, Selection, config_of, rescore
 
+_EPILOG = (
+    "A parameter comes from the last of: the run, --config, a variable TURNMILL_NAME, the command line. Who names "
+    "another environment gets none of the run's arguments with it."
+)
 _ALL = "all"
 _STEPS = re.compile(r"(\d{1,9})?(:)?(\d{1,9})?")
 _LAST_STEP = 10**9
@@ -38,7 +42,7 @@ _MOST_TEXT = 600
 _TOLD_SHARE = 0.1
 
 
-@click.command("rescore", cls=CommandWithParameters, epilog=EPILOG, short_help="Score a run's conversations anew.")
+@click.command("rescore", cls=CommandWithParameters, epilog=_EPILOG, short_help="Score a run's conversations anew.")
 @click.argument("run_id", metavar="RUN")
 @click.option(
     "--purpose",

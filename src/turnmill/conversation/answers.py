@@ -14,20 +14,17 @@ def completion_of(answers: Sequence[Answer], model: str, *, is_text: bool) -> di
         "object": "text_completion" if is_text else "chat.completion",
         "created": int(first.created_at),
         "model": model,
-        "choices": [
-            {
-                **(_text_choice(answer) if is_text else _chat_choice(answer)),
-                # One alone has that of the completion.
-                **({"call_id": answer.call_id} if len(answers) > 1 else {}),
-            }
-            for answer in answers
-        ],
+        "choices": [_text_choice(answer) if is_text else _chat_choice(answer) for answer in answers],
         "usage": {
             "prompt_tokens": first.num_prompt_tokens,
             "completion_tokens": num_sampled,
             "total_tokens": first.num_prompt_tokens + num_sampled,
         },
     }
+    if len(answers) > 1:
+        # The completion's id is that of the first one's call.
+        for choice, answer in zip(completion["choices"], answers, strict=True):
+            choice["call_id"] = answer.call_id
     if first.prompt_ids is not None and not is_text:
         # Where vLLM tells them, as are those of the choices.
         completion["prompt_token_ids"] = first.prompt_ids

@@ -14,7 +14,7 @@ from tests.unit.conversation.talking import calls_of
 from turnmill.conversation.replayed import ReplayApp, Replayed, ReplayedChats
 from turnmill.conversation.requests import Offer
 from turnmill.conversation.serving import listening
-from turnmill.records import GenerateRequest, Purpose, RunKind, SampleRecord, StopReason, encode
+from turnmill.records import GenerateRequest, Purpose, RunKind, SampleRecord, Sampling, StopReason, encode
 
 if TYPE_CHECKING:
     from tests.unit.conversation.conftest import World
@@ -46,9 +46,11 @@ class Again:
 
 
 @asynccontextmanager
-async def again(world: "World", sample: SampleRecord) -> AsyncIterator[Again]:
+async def again(world: "World", sample: SampleRecord, **offers: Offer) -> AsyncIterator[Again]:
+    """`offers` are others than the run's, by purpose."""
     offer = Offer.of(CONFIG, RunKind.TRAIN)
-    chats = ReplayedChats(offer=offer, offers=dict.fromkeys(Purpose, offer), created_at=0.0)
+    by_purpose = {**dict.fromkeys(Purpose, offer), **{Purpose(name): other for name, other in offers.items()}}
+    chats = ReplayedChats(offer=offer, offers=by_purpose, created_at=0.0)
     calls = await calls_of(world.ports.records, sample.sample_id, sample.calls)
     before = await world.stored_bytes()
     secret, replayed = chats.open(sample, calls)
@@ -183,6 +185,15 @@ async def test_parameters_that_differ_are_named(lone_world: "World") -> None:
     ):
         async with again(lone_world, sample) as replay:
             assert (await replay.diverges("Guess.", **more)).startswith(text)
+
+
+async def test_what_a_call_is_sampled_with_depends_on_what_its_rollout_is_for(lone_world: "World") -> None:
+    sample, (first, _) = await two_turns(lone_world)
+    greedy = Offer(sampling=Sampling(temperature=0.0, max_new_tokens=64))
+    async with again(lone_world, sample, eval=greedy) as replay:
+        assert await replay.chat("Guess.") == (200, first)
+    async with again(lone_world, sample, train=greedy) as replay:
+        assert await replay.diverges("Guess.") == "temperature is 0.0, stored is 1.0"
 
 
 async def test_a_history_that_is_changed_is_another_conversation(lone_world: "World") -> None:
