@@ -74,6 +74,8 @@ class Reply:
     usage: dict[str, Any] = field(default_factory=dict)
     # None unless they were asked for (`return_token_ids`).
     tokens: ReplyTokens | None = None
+    # Of the call, by which its turn is given a reward; "" where whoever answers does not name its calls.
+    call_id: str = ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
