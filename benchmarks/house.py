@@ -33,10 +33,10 @@ from turnmill.environment.wordle import INVALID_GUESS, Wordle, answer_of, feedba
 from turnmill.errors import RoleFailed
 from turnmill.intake.dataset import read_tasks, validate
 from turnmill.pipeline.engine import RunRecord, load_run
-from turnmill.pipeline.processes import replica_name
 from turnmill.ports import RoleSpec, RunPorts
 from turnmill.records import (
     Purpose,
+    ReplicaStatus,
     Run,
     RunStatus,
     SampleRecord,
@@ -45,7 +45,9 @@ from turnmill.records import (
     Task,
     TrainingStatus,
     decode,
+    live_replicas,
     replica_key,
+    replica_name,
     training_key,
     worker_key,
 )
@@ -232,8 +234,10 @@ async def _control(root: Path, config: Config, data: Path | None) -> None:
             await launcher.start(RoleSpec(role="worker", name="worker-0", run_id=run.run_id, env=worker_env))
 
             async def ready() -> bool:
-                keys = [worker_key(run.run_id, "worker-0"), *(replica_key(run.run_id, name) for name in replicas)]
-                return None not in await ports.records.get(keys)
+                (worker,) = await ports.records.get([worker_key(run.run_id, "worker-0")])
+                found = await ports.records.get([replica_key(run.run_id, name) for name in replicas])
+                statuses = [decode(item.value, ReplicaStatus) for item in found if item is not None]
+                return worker is not None and len(live_replicas(statuses, time.time())) == len(replicas)
 
             async def trained() -> bool:
                 (stored,) = await ports.records.get([training_key(run.run_id)])

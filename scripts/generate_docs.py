@@ -5,11 +5,13 @@ python scripts/generate_docs.py --check    exit code 1 if a page is not up to da
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from turnmill.config import OTHER_VARIABLES, Config, Parameter, describe
 from turnmill.config.combinations import RULES as COMBINATIONS
+from turnmill.config.reads import reads
 from turnmill.intake.rows import RULES
 from turnmill.pipeline.stage import Stage
 from turnmill.pipeline.stages import STAGES
@@ -31,6 +33,7 @@ VARIABLES = {
     "TURNMILL_UNSAFE_ENV": "`1`: packages of environments are played also where nothing keeps them in a box, as with "
     "`--unsafe-env`",
     "TURNMILL_FAILPOINTS": "for tests: folder whose files name the points at which a process is killed or waits",
+    "TURNMILL_CONFIG_READS": "for `scripts/generate_reads.py`: folder in which every process writes down what it reads",
 }
 INTRODUCTION = """# Parameters
 
@@ -100,13 +103,41 @@ def parameters_page() -> str:
         "|---|---|---|---|---|",
     ]
     parts += [row(parameter) for parameter in describe()]
-    parts += ["", ENVIRONMENT_PARAMETERS_TEXT]
+    parts += ["", ENVIRONMENT_PARAMETERS_TEXT, "", reads_section()]
     words = {"<": "is less than", "<=": "does not exceed", "%": "is a multiple of"}
     parts += ["\n## Combinations\n"]
     parts += [f"- `{rule.left}` {words[rule.relation]} `{rule.right}`: {rule.why}" for rule in COMBINATIONS]
     parts += ["\n## Variables that are no parameters\n", "Any other `TURNMILL_*` variable is an error.\n"]
     parts += [f"- `{name}`: {VARIABLES[name]}" for name in OTHER_VARIABLES]
     return "\n".join(parts) + "\n"
+
+
+READS_TEXT = """## When a parameter is read
+
+A parameter that somebody sets, and that nothing reads in that kind of run with those choices, is an error: by a flag, a
+variable, a file or a sidecar, at its default value too. What a model's `recipe.toml` says is left unread in silence.
+Runs that differ in such a choice can't share one file of parameters. The table behind it is made by watching real runs
+(`scripts/generate_reads.py`)."""
+
+
+def reads_section() -> str:
+    """What is not read always."""
+    training = [
+        f"- `{name}`: with {_coded(text)}" for name, entry in reads().items() if (text := entry.text(RunKind.TRAIN))
+    ]
+    parts = [READS_TEXT, "", "A training run reads all parameters, but these under a condition:", "", *training]
+    for kind, whose in ((RunKind.EVAL, "An evaluation"), (RunKind.EXTERNAL, "A run of an external trainer")):
+        known = [
+            f"`{name}`" + (f" (with {_coded(text)})" if (text := entry.text(kind)) else "")
+            for name, entry in reads().items()
+            if entry.ways[kind]
+        ]
+        parts += ["", f"{whose} reads what says which environment it plays, and {', '.join(known)}."]
+    return "\n".join(parts)
+
+
+def _coded(text: str) -> str:
+    return re.sub(r"(\w+ (?:= [\w ]+?|above 0|set|not set))(?= and |, or |$)", r"`\1`", text)
 
 
 def row(parameter: Parameter) -> str:

@@ -69,6 +69,17 @@ class AuditFailed(TurnmillError):
     """Trainer and sampler disagree about the same tokens, or a replica serves other weights than it says."""
 
 
+class WeightsUnproved(AuditFailed):
+    """A replica's memory is not what was published as the version that it was to serve; it takes no call.
+
+    `is_final`: the process before it found the same, so that another one is not worth a start.
+    """
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
 class NoProgress(TurnmillError):
     """Training can't go on: too many invalid samples or too many steps without signal; the text is the diagnosis."""
 

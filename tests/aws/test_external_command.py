@@ -117,7 +117,10 @@ def test_a_run_is_begun_once_changed_and_ended_without_a_rest(settings: AwsSetti
         (("begin", "x" * 33, "--deployment", "commands"), "33 characters"),
         (("begin", "of-nobody", "--deployment", "nowhere"), "turnmill deploy --name nowhere"),
         (("begin", "fine", "--deployment", "commands", "--max-attempts", "0"), "max-attempts"),
-        (("begin", "fine", "--deployment", "commands", "--config", CONFIG), "lr (parameters.toml)"),
+        (
+            ("begin", "fine", "--deployment", "commands", "--config", CONFIG),
+            "lr = 0.1 (parameters.toml:1) would",
+        ),
         (("end", "of-nobody", "--deployment", "nowhere", "--yes"), "turnmill deploy --name nowhere"),
     ],
 )

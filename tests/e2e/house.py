@@ -108,6 +108,8 @@ class House:
     sessions: Sessions
     engine: TransformersEngine
     tasks: list[Task]
+    # None where the replicas are others'.
+    replica: "asyncio.Task[None] | None" = None
     model: Path = MODEL
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -165,11 +167,12 @@ async def open_house(
     *,
     environment: Environment | None = None,
     has_worker: bool = True,
+    has_replica: bool = True,
     model: Path = MODEL,
 ) -> AsyncIterator[House]:
     """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order.
 
-    Without a worker, rollouts wait for whoever leases them.
+    Without a worker, rollouts wait for whoever leases them; without a replica, calls for whoever answers them.
     """
     ports = open_run(folder, "house", num_replicas=config.generation_replicas)
     run = Run(
@@ -188,20 +191,19 @@ async def open_house(
     try:
         async with sessions, serve(create_app(sessions)) as port:
             sessions.base_url = f"http://127.0.0.1:{port}"
-            roles = [
-                asyncio.create_task(
-                    run_replica(
-                        ports,
-                        run_id="house",
-                        name="replica-0",
-                        index=0,
-                        config=config,
-                        engine=engine,
-                        renderer=Renderer(model),
-                        stop=stop,
-                    )
-                ),
-            ]
+            roles: list[asyncio.Task[None]] = []
+            if has_replica:
+                generating = run_replica(
+                    ports,
+                    run_id="house",
+                    name="replica-0",
+                    index=0,
+                    config=config,
+                    engine=engine,
+                    renderer=Renderer(model),
+                    stop=stop,
+                )
+                roles.append(asyncio.create_task(generating))
             if has_worker:
                 working = run_worker(
                     proxy_url=sessions.base_url,
@@ -222,6 +224,7 @@ async def open_house(
                     sessions=sessions,
                     engine=engine,
                     tasks=tasks,
+                    replica=roles[0] if has_replica else None,
                     model=model,
                 )
             finally:

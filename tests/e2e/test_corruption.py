@@ -3,6 +3,7 @@
 The whole loop runs; the corruption happens between the end of the samples and the trainer, or in the replica's memory.
 """
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,19 @@ import pytest
 import torch
 
 from tests.e2e.house import CONFIG, House, accounted, open_house
-from turnmill.errors import AuditFailed, RecordCorrupt
-from turnmill.ports import Write
-from turnmill.records import Call, SampleRecord, SampleState, call_prefix, decode, encode
+from turnmill.errors import AuditFailed, RecordCorrupt, WeightsUnproved
+from turnmill.ports import Stored, Write
+from turnmill.records import (
+    Call,
+    ReplicaState,
+    ReplicaStatus,
+    SampleRecord,
+    SampleState,
+    call_prefix,
+    decode,
+    encode,
+    replica_key,
+)
 
 
 async def altered_call(house: House, sample: SampleRecord, change: str) -> str:
@@ -87,13 +98,24 @@ def disturb(house: House, size: float) -> None:
         parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
 
 
-async def test_a_replica_that_loaded_other_weights_stops_the_run_with_evidence(tmp_path: Path) -> None:
-    async with open_house(tmp_path) as house:
-        disturb(house, 0.05)
-        with pytest.raises(AuditFailed, match=r"replica-0 serves version 0\.0 with fingerprint"):
-            await house.train()
-        status = await house.status()
-        assert status.state == "failed" and status.step == 0
+async def test_a_replica_whose_memory_is_not_the_trainers_is_refused_before_it_answers_a_call(tmp_path: Path) -> None:
+    with pytest.raises(WeightsUnproved, match=r"does not hold version 0\.0"):
+        async with open_house(tmp_path) as house:
+            disturb(house, 0.05)
+            training = asyncio.create_task(house.train())
+            assert house.replica is not None
+            await asyncio.wait([house.replica])
+            (stored,) = await house.ports.records.get([replica_key("house", "replica-0")])
+            assert stored is not None
+            status = decode(stored.value, ReplicaStatus)
+            assert status.state is ReplicaState.STOPPED and "does not hold version 0.0" in str(status.error)
+            house.stop.set()
+            await training
+            assert not any([await calls_of(house, sample) for sample in await house.samples()])
+
+
+async def calls_of(house: House, sample: SampleRecord) -> list[Stored]:
+    return await house.ports.records.scan(call_prefix(sample.run_id, sample.purpose, sample.sample_id))
 
 
 async def test_weights_that_change_in_the_replicas_memory_stop_the_run_with_evidence(tmp_path: Path) -> None:

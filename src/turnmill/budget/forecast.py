@@ -92,8 +92,8 @@ def pace_of(runs: Sequence[tuple[Mapping[str, object], Sequence[Metric]]]) -> Pa
 
 def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, num_eval_rollouts: int) -> Forecast:
     """Of `num_steps` optimizer steps and `num_eval_rollouts` rollouts of evaluations, the baseline included."""
-    trained = num_steps * config.global_batch_size
-    most = 1 + config.max_refill_rounds
+    trained = num_steps * config.global_batch_size if num_steps else 0
+    most = 1 + config.max_refill_rounds if num_steps else 1
     if pace is None:
         likely_rollouts, likely_tokens = (
             trained * _LIKELY_SURPLUS + num_eval_rollouts,

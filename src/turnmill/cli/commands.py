@@ -17,17 +17,19 @@ from turnmill.cli.errors import SectionedGroup
 from turnmill.cli.external import external
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
+from turnmill.cli.rescore import rescore_command
 from turnmill.cli.retry import retry
 from turnmill.cli.role import role
 from turnmill.cli.run import demo, evaluate, resume, run
 from turnmill.cli.serve import serve
 from turnmill.cli.show import runs, status, watch
+from turnmill.cli.tasks import tasks
 from turnmill.cli.up import cancel, up, upload
 
 SECTIONS = {
     "Train": (demo, data, env, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
-    "Look": (runs, status, watch, conversations, logs, queues, cost, alerts),
+    "Look": (runs, status, watch, conversations, tasks, rescore_command, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),
     "Of processes": (role,),
 }

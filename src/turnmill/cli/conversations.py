@@ -149,6 +149,8 @@ def _about(conversation: Conversation, call: Call) -> str:
     if call.num_choices > 1:
         parts.append(f"choice {call.choice + 1} of {call.num_choices}")
     parts += [f"{call.num_sampled} tokens", call.finish_reason.value, f"weights {call.version}"]
+    if (worth := conversation.sample.turn_rewards.get(call.call_id)) is not None:
+        parts.append(f"turn reward {worth:g}")
     if not conversation.is_used(call):
         parts.append(f"of attempt {call.attempt}, not used")
     return " · ".join(parts)

@@ -14,6 +14,7 @@ from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.show import choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
 from turnmill.health.diagnosis import examine
+from turnmill.health.replicas import describe
 from turnmill.health.report import Diagnosis, Report, Verdict
 from turnmill.health.snapshot import Snapshot
 from turnmill.records import RunStatus
@@ -73,6 +74,18 @@ def _as_object(seen: Snapshot, report: Report) -> dict[str, Any]:
             {"name": view.name, "state": view.state.value, "pid": view.pid, "cores": view.cores}
             for view in seen.processes
         ],
+        "replicas": [
+            {
+                "name": name,
+                "state": status.state.value,
+                "version": str(status.version),
+                "next_version": None if status.next_version is None else str(status.next_version),
+                "age_s": seen.at - status.updated_at,
+                "error": status.error,
+                "text": describe(status, seen.at),
+            }
+            for name, status in seen.replicas.items()
+        ],
         "queues": {name: asdict(view) for name, view in seen.queues.items()},
     }
 
@@ -86,6 +99,8 @@ def _lines(seen: Snapshot, report: Report) -> list[Text]:
     told_below = any(first in each.summary for each in report.diagnoses)
     if report.verdict is not Verdict.ENDED_BADLY or not told_below:
         lines.append(Text(report.summary))
+    if seen.run.status is RunStatus.ACTIVE:
+        lines += [Text(f"{name} {describe(status, seen.at)}", "dim") for name, status in seen.replicas.items()]
     for number, diagnosis in enumerate(report.diagnoses):
         lines += [Text(), *_diagnosis(diagnosis, is_first=number == 0)]
     return lines

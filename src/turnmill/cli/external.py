@@ -16,7 +16,9 @@ from turnmill.cli.deploy import require_extra
 from turnmill.cli.options import EPILOG, CommandWithParameters, collect_flags, config_options
 from turnmill.cli.show import json_option
 from turnmill.cli.view import PlainConsole, confirm, say
-from turnmill.config import EXTERNAL_PARAMETERS, load_config, parameter_names
+from turnmill.config import load_config, parameter_names
+from turnmill.config.reads import parameters_of
+from turnmill.records import RunKind
 from turnmill.wiring import variables
 from turnmill.wiring.event_loop import run_loop
 
@@ -64,7 +66,7 @@ def deployment_options(command: F) -> F:
 @click.option("--new-token", is_flag=True, help="Its workers need another token from now on.")
 @click.option("--no-dependencies", is_flag=True, help="Pack no other packages: an emulator has them.")
 @json_option("Print one object. Progress goes to standard error.")
-@config_options(without=frozenset(parameter_names()) - EXTERNAL_PARAMETERS)
+@config_options(without=frozenset(parameter_names()) - parameters_of(RunKind.EXTERNAL))
 def begin(
     run_id: str,
     deployment: str,
@@ -90,7 +92,7 @@ def begin(
                 clients,
                 settings,
                 run_id,
-                load_config(recipe=None, file=config_file, environ=os.environ, flags=collect_flags(flags)),
+                load_config(file=config_file, environ=os.environ, flags=collect_flags(flags), kind=RunKind.EXTERNAL),
                 callers=callers,
                 has_new_token=new_token,
                 packs_dependencies=not no_dependencies,

@@ -12,20 +12,13 @@ from typing import Any, TypeVar
 import click
 
 from turnmill.config import Parameter, describe, parameter_names
+from turnmill.config.reads import parameters_of
+from turnmill.records import RunKind
 from turnmill.wiring.variables import UNSAFE_ENV
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What an evaluation alone has no use for.
-TRAINING = frozenset(
-    "training_method group_rewards max_steps global_batch_size number_generation max_refill_rounds "
-    "rollout_strategy age_tolerance max_useless_groups curriculum curriculum_low curriculum_high "
-    "curriculum_revisit shuffle advantage_method gamma loss_fn loss_aggregation clip_ratio_low clip_ratio_high "
-    "kl_coeff kl_refresh_steps ent_coeff loss_scale mismatch_correction mismatch_cap overlong ppo_epochs "
-    "ppo_minibatches audit_mean_tolerance audit_max_tolerance lr min_lr lr_schedule warmup_steps weight_decay "
-    "adam_beta1 adam_beta2 adam_eps grad_clip precision gradient_checkpointing lora_rank lora_alpha lora_targets "
-    "loraplus_lr_ratio baseline_rollouts baseline_max_rollouts ignore_baseline val_every val_rollouts promotion "
-    "promotion_metric".split()
-)
+# What an evaluation has no use for.
+TRAINING_ALONE = frozenset(parameter_names()) - parameters_of(RunKind.EVAL)
 EPILOG = (
     "A parameter comes from the last of: its default, the model's recipe.toml, --config, a variable TURNMILL_NAME, "
     "the command line."

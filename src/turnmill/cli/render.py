@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from turnmill.cli.options import TRAINING
+from turnmill.cli.options import TRAINING_ALONE
 from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity
 from turnmill.wiring.reading.figures import max_steps_of as max_steps_of
 from turnmill.wiring.reading.figures import rewards as rewards
@@ -141,7 +141,7 @@ def curve(metrics: Sequence[Metric]) -> Text:
 
 def origin(run: Run, folder: Path) -> Text:
     """Which run this is, where it is kept, and each parameter that counts and is no default, by what set it."""
-    unused = TRAINING if run.kind is RunKind.EVAL else frozenset()
+    unused = TRAINING_ALONE if run.kind is RunKind.EVAL else frozenset()
     text = Text.assemble(("run ", "dim"), (run.run_id, "bold"), (" in ", "dim"), f"{folder}\n")
     text.append("model ", style="dim").append(str(run.config["base_model"]))
     by_source: dict[str, list[str]] = {}

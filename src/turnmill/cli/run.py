@@ -20,7 +20,7 @@ from turnmill.cli.cost_lines import forecast_lines
 from turnmill.cli.next_steps import next_step
 from turnmill.cli.options import (
     EPILOG,
-    TRAINING,
+    TRAINING_ALONE,
     CommandWithParameters,
     backend_options,
     collect_flags,
@@ -81,7 +81,7 @@ def run(
     **flags: object,
 ) -> None:
     """Train on a file of tasks, in the foreground."""
-    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
+    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags), kind=RunKind.TRAIN)
     order = Order(kind=RunKind.TRAIN, resolved=resolved, data=data_path, eval_data=eval_data)
     _start(root, order, backend, local_compute, as_json)
 
@@ -95,7 +95,7 @@ def demo(
     config_file: Path | None, backend: str | None, local_compute: bool, root: Path, as_json: bool, **flags: object
 ) -> None:
     """Train the shipped tiny model on Wordle and evaluate it on held-out words: minutes on a laptop CPU."""
-    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags))
+    resolved = resolve(file=config_file, environ=os.environ, flags=collect_flags(flags), kind=RunKind.TRAIN)
     order = Order(
         kind=RunKind.TRAIN,
         resolved=resolved,
@@ -115,7 +115,7 @@ def demo(
 @backend_options
 @root_option
 @figures_option
-@config_options(without=TRAINING | {"base_model"})
+@config_options(without=TRAINING_ALONE | {"base_model"})
 def evaluate(
     target: str,
     step: int | None,
@@ -132,7 +132,8 @@ def evaluate(
     What was set for the run about its environment and the length of its conversations holds here too, unless set anew.
     """
     model, trained_by = _model_of(root, target, step)
-    resolved = resolve(file=config_file, environ=os.environ, flags={**collect_flags(flags), "base_model": model})
+    given = {**collect_flags(flags), "base_model": model}
+    resolved = resolve(file=config_file, environ=os.environ, flags=given, kind=RunKind.EVAL)
     if trained_by is not None:
         resolved = as_played(resolved, trained_by)
     order = Order(kind=RunKind.EVAL, resolved=resolved, data=None, eval_data=data_path)

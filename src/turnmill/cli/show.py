@@ -3,6 +3,7 @@
 import difflib
 import json
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +17,11 @@ from turnmill.cli.cost_lines import cost_lines_in_short
 from turnmill.cli.next_steps import next_step
 from turnmill.cli.view import PlainConsole, command, print_steps, say, show
 from turnmill.errors import NotFound
-from turnmill.records import Metric, Run
+from turnmill.health.replicas import describe
+from turnmill.records import Metric, ReplicaStatus, Run, RunStatus
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.costs import cost_of
-from turnmill.wiring.reading.runs import list_runs, listed_steps, read_baseline, read_metrics
+from turnmill.wiring.reading.runs import list_runs, listed_steps, look_at_replicas, read_baseline, read_metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_ROOT = Path(".turnmill")
@@ -104,11 +106,13 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
     run = find_run(root, run_id)
     metrics, cost = load_metrics(root, run), run_loop(cost_of(root, run))
     baseline = run_loop(read_baseline(root, run.run_id))
+    replicas = look_at_replicas(root, run.run_id)
     if as_json:
         record = msgspec.to_builtins(run)
         record.pop("worker_token_hash")
         latest = metrics[-1].values if metrics else {}
         record |= {"summary": render.summary(run, metrics), "latest": latest, "baseline": None, "cost": cost.summary}
+        record["replicas"] = msgspec.to_builtins(replicas)
         if baseline is not None:
             record["baseline"] = {**baseline.figures(), "tasks": msgspec.to_builtins(baseline.tasks)}
         click.echo(json.dumps(record))
@@ -119,6 +123,8 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
         say(console, text)
     for text in cost_lines_in_short(cost):
         say(console, text)
+    for line in _replica_lines(run, replicas):
+        say(console, line)
     if run.error:
         say(console, Text(f"error: {run.error}", style="red"))
     if (step := next_step(run, num_steps=len(metrics), at_root=at_root(root))) is not None:
@@ -132,6 +138,13 @@ def status(run_id: str, root: Path, as_json: bool) -> None:
         say(console, text)
     console.print(render.parameters_table(run))
     say(console, render.defaults_text(run))
+
+
+def _replica_lines(run: Run, replicas: Sequence[ReplicaStatus]) -> list[Text]:
+    """What they do now; nothing of a run that has ended."""
+    if run.status is not RunStatus.ACTIVE:
+        return []
+    return [Text(f"{status.replica} {describe(status, time.time())}") for status in replicas]
 
 
 @click.command(short_help="Follow a run until it ends.")

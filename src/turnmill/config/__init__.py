@@ -12,7 +12,6 @@ from turnmill.config.loading import OTHER_VARIABLES, Resolved, base_model_of, fr
 from turnmill.config.parameters import (
     ENVIRONMENT_CHOICES,
     ENVIRONMENT_PARAMETERS,
-    EXTERNAL_PARAMETERS,
     Config,
     Parameter,
     describe,
@@ -22,7 +21,6 @@ from turnmill.config.parameters import (
 __all__ = [
     "ENVIRONMENT_CHOICES",
     "ENVIRONMENT_PARAMETERS",
-    "EXTERNAL_PARAMETERS",
     "OTHER_VARIABLES",
     "Ceilings",
     "Config",

@@ -108,6 +108,13 @@ ALGORITHM_PARAMETERS = (
 )
 
 
+def compared_with(name: str) -> frozenset[str]:
+    """The parameters that stand in a relation to this one."""
+    return frozenset(
+        other for rule in RULES for one, other in ((rule.left, rule.right), (rule.right, rule.left)) if one == name
+    )
+
+
 def environment_problems(values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> list[str]:
     """What contradicts itself among the parameters that say which environment is played; arguments as in `problem`."""
 

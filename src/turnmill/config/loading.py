@@ -1,17 +1,27 @@
 """How the layers of sources combine; every problem on the way is collected and all are reported at once."""
 
 import dataclasses
+import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill.config.combinations import ALGORITHM_PARAMETERS, RULES, algorithm_problems, environment_problems
+from turnmill.config.combinations import (
+    ALGORITHM_PARAMETERS,
+    RULES,
+    algorithm_problems,
+    compared_with,
+    environment_problems,
+)
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
+from turnmill.config.reads import reads
+from turnmill.config.recording import READS, config_of
 from turnmill.config.values import Unfit, check, parse, shown, suggest
 from turnmill.errors import ConfigError, printable
+from turnmill.records import RunKind
 
 DEFAULT = "default"
 RECIPE = "recipe.toml"
@@ -29,6 +39,7 @@ OTHER_VARIABLES = (
     "TURNMILL_LOG_FORMAT",
     "TURNMILL_UNSAFE_ENV",
     "TURNMILL_FAILPOINTS",
+    READS,
 )
 
 
@@ -48,12 +59,14 @@ def load_config(
     environ: Mapping[str, str] = {},
     sidecar: Path | None = None,
     flags: Mapping[str, object] = {},
+    kind: RunKind | None = None,
 ) -> Resolved:
     """Combine the layers, later ones over earlier ones. Flags that are text are parsed like the environment.
 
-    Raises `ConfigError` with one line for each thing that is wrong: in any layer, or in a combination of two values.
+    Raises `ConfigError` with one line for each thing that is wrong: in any layer, in a combination of two values, or
+    for a parameter that was set and that a run of this `kind` with these parameters does not read (None: not asked).
     """
-    return _collect(recipe=recipe, file=file, environ=environ, sidecar=sidecar, flags=flags).resolve()
+    return _collect(recipe=recipe, file=file, environ=environ, sidecar=sidecar, flags=flags).resolve(kind)
 
 
 def base_model_of(
@@ -186,7 +199,7 @@ class _Layers:
             else:
                 self.add(given)
 
-    def resolve(self) -> Resolved:
+    def resolve(self, kind: RunKind | None = None) -> Resolved:
         """The configuration; raises `ConfigError` with all problems, those of combinations included."""
         self._drop_recipe_environment()
         values = {name: parameter.default for name, parameter in self.parameters.items()}
@@ -200,11 +213,25 @@ class _Layers:
             self.problems += environment_problems(values, places, chosen)
         if not self._bad & set(ALGORITHM_PARAMETERS):
             self.problems += algorithm_problems(values, places)
+        # While it is watched who reads what, that is not known.
+        if kind is not None and not self._bad and READS not in os.environ:
+            self.problems += self._unread(kind, values, chosen)
         if self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{many} in the configuration:", *self.problems]))
         sources = {name: self.given[name].source if name in self.given else DEFAULT for name in values}
-        return Resolved(config=Config(**values), sources=sources)
+        return Resolved(config=config_of(values), sources=sources)
+
+    def _unread(self, kind: RunKind, values: Mapping[str, Any], chosen: Set[str]) -> Iterator[str]:
+        """What was set and does nothing; which environment is played has rules of its own, and no entry."""
+        for key, entry in reads().items():
+            # A rule that compares it with another one that counts may leave no other way than to set it.
+            if key in chosen and not any(reads()[other].is_read(kind, values) for other in compared_with(key) & chosen):
+                given = self.given[key]
+                told = f"{key} = {shown(given.value)} ({given.place})"
+                is_from_file = given.place != given.source
+                if problem := entry.problem(kind, values, told=told, is_from_file=is_from_file):
+                    yield problem
 
     def _drop_recipe_environment(self) -> None:
         """A recipe's environment and its arguments belong together: who plays another one gets none of them."""

@@ -7,11 +7,6 @@ from typing import Any, get_origin
 from turnmill.records import EnvironmentChoice, EnvironmentOrigin
 
 PREFIX = "TURNMILL_"
-# Those that mean something where trainer, weights and generation are somebody else's.
-EXTERNAL_PARAMETERS = frozenset(
-    "env env_args use_custom_env custom_env_id vf_env_id vf_env_args max_concurrent_rollouts training_timeout "
-    "call_timeout_s worker_lease_s max_attempts max_new_tokens temperature client_sampling served_model_names".split()
-)
 # Each names an environment, where it is set and not empty or false.
 ENVIRONMENT_CHOICES = ("env", "use_custom_env", "vf_env_id")
 # Those that say together which environment a run plays.

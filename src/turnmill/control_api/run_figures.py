@@ -1,7 +1,7 @@
 """The figures of single runs: what is looked at, and the families of Prometheus that it becomes."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +10,15 @@ from prometheus_client.core import Metric as Family
 
 from turnmill.backends.embedded import look_at_restarts
 from turnmill.control_api.sparing import Sparing
-from turnmill.records import Metric, Purpose, Run, RunStatus, SampleState
+from turnmill.records import Metric, Purpose, ReplicaStatus, Run, RunStatus, SampleState
 from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.figures import max_steps_of
 from turnmill.wiring.reading.queues import QueueStatus, read_queues
-from turnmill.wiring.reading.runs import SeenSteps
+from turnmill.wiring.reading.runs import SeenSteps, look_at_replicas
 
 # Counting the samples reads all of them; see `Sparing`.
 _SAMPLES_FRESH_S, _SAMPLES_SHARE = 1.0, 0.01
+_REPLICA = ["run", "replica"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Figures:
     samples: Mapping[tuple[Purpose, SampleState], int]
     # By role.
     restarts: Mapping[str, int]
+    # None of a run that does not go on.
+    replicas: Sequence[ReplicaStatus]
 
 
 class RunView:
@@ -52,6 +55,7 @@ class RunView:
             queues=read_queues(self._root, run).queues if run.status is RunStatus.ACTIVE else {},
             samples=self._reader.samples() if run.status.is_final else self._samples(),
             restarts=look_at_restarts(self._root, run.run_id),
+            replicas=look_at_replicas(self._root, run.run_id) if run.status is RunStatus.ACTIVE else (),
         )
         # Nobody writes it any more, until it is resumed: then it is not final.
         self._final = figures if run.status.is_final else None
@@ -92,6 +96,14 @@ class RunFigures:
         self._restarts = CounterMetricFamily(
             "turnmill_run_role_restarts", "How often a role died and was started again.", labels=["run", "role"]
         )
+        self._replica = gauge(
+            "turnmill_replica",
+            "1 for what a replica does, and the weights it has.",
+            labels=[*_REPLICA, "state", "version"],
+        )
+        self._heard = gauge(
+            "turnmill_replica_heard_timestamp_seconds", "Its last sign of life, Unix time.", labels=_REPLICA
+        )
         queue = ["run", "queue"]
         self._messages = gauge("turnmill_queue_messages", "Messages in a queue.", labels=[*queue, "state"])
         self._oldest_s = gauge("turnmill_queue_oldest_message_age_seconds", "Age of its oldest message.", labels=queue)
@@ -115,6 +127,10 @@ class RunFigures:
             self._samples.add_metric([run.run_id, purpose, state], number)
         for role, number in sorted(seen.restarts.items()):
             self._restarts.add_metric([run.run_id, role], number)
+        for status in seen.replicas:
+            labels = [run.run_id, status.replica]
+            self._replica.add_metric([*labels, status.state, str(status.version)], 1)
+            self._heard.add_metric(labels, status.updated_at)
         for name, queue in seen.queues.items():
             self._add_queue([run.run_id, name], queue)
 

@@ -8,18 +8,17 @@ GET  models | models/<name>
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from turnmill.conversation.admission import Admission, Limits
 from turnmill.conversation.answers import completion_of, model_of, models_of
-from turnmill.conversation.asgi import HttpError, read_body
-from turnmill.conversation.attempts import Pending
+from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal
+from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.exchange import Receive, Scope, Send
 from turnmill.conversation.registry import name_in
-from turnmill.conversation.requests import DEFAULT_MODEL, ChatRequest
-from turnmill.conversation.service import Service
+from turnmill.conversation.requests import DEFAULT_MODEL, ChatRequest, Offer
 from turnmill.conversation.streaming import Pace, send_events, send_stream
 from turnmill.errors import TurnmillError
 from turnmill.records import encode
@@ -28,9 +27,46 @@ from turnmill.records import encode
 MAX_WAIT_S = 30.0
 # How long a step counts as a call under way whose client does not come back.
 _KEPT_S = 600.0
+# The secret, the route, and the step or the model that is asked for.
+_ROUTE = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/(chat/completions|completions|models)(?:/(.+))?")
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 # Status and JSON of an answer; None: it was sent already.
 Reply = tuple[int, bytes] | None
+
+
+class Chats(Protocol):
+    """Who answers agents: `Service` says what each method does. The sessions of a run, or its stored conversations."""
+
+    @property
+    def is_lone(self) -> bool: ...
+
+    @property
+    def offer(self) -> Offer: ...
+
+    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest: ...
+
+    async def chat(
+        self,
+        secret: str,
+        request: ChatRequest,
+        *,
+        key: str | None = None,
+        is_retry: bool = False,
+        hold_s: float | None = None,
+    ) -> tuple[Answer, ...] | Pending: ...
+
+    async def step(self, secret: str, step_id: str, *, hold_s: float = 0.0) -> tuple[Answer, ...] | Pending: ...
+
+    async def models(self, secret: str) -> tuple[Sequence[str], float]: ...
+
+
+def agent_route(path: str) -> re.Match[str] | None:
+    """A path that is an agent's, for `Agents.serve`; None for any other."""
+    return _ROUTE.fullmatch(path)
+
+
+def not_allowed(method: str) -> HttpError:
+    return refusal(405, "method_not_allowed", f"{method} is not served here")
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +99,7 @@ class Agents:
 
     def __init__(
         self,
-        sessions: Service,
+        sessions: Chats,
         explain: Callable[[TurnmillError], HttpError],
         *,
         hold_s: float | None,
@@ -76,6 +112,19 @@ class Agents:
         self._hold_s = hold_s
         self._admission = Admission(limits)
         self._pace = pace
+
+    async def serve(self, found: re.Match[str], scope: Scope, receive: Receive, send: Send) -> Reply:
+        """What `agent_route` found, asked for by any method. Raises `HttpError` and `TurnmillError`."""
+        method, route, name = scope["method"], found[2], found[3]
+        if method != ("POST" if route != "models" and name is None else "GET"):
+            raise not_allowed(method)
+        secret = found[1] or bearer_of(scope)
+        if route == "models":
+            return await self.models(secret, name)
+        is_text = route == "completions"
+        if name is None:
+            return await self.complete(scope, receive, send, secret, is_text=is_text)
+        return await self.step(scope, secret, name, is_text=is_text)
 
     async def complete(self, scope: Scope, receive: Receive, send: Send, secret: str, *, is_text: bool) -> Reply:
         """POST: a call, or several."""

@@ -21,6 +21,10 @@ def completion_of(answers: Sequence[Answer], model: str, *, is_text: bool) -> di
             "total_tokens": first.num_prompt_tokens + num_sampled,
         },
     }
+    if len(answers) > 1:
+        # The completion's id is that of the first one's call.
+        for choice, answer in zip(completion["choices"], answers, strict=True):
+            choice["call_id"] = answer.call_id
     if first.prompt_ids is not None and not is_text:
         # Where vLLM tells them, as are those of the choices.
         completion["prompt_token_ids"] = first.prompt_ids

@@ -25,8 +25,12 @@ def new_ask(
     recorded: Sequence[Call | None],
     *,
     index: int,
+    replica: int,
 ) -> Ask:
-    """The entry of a request that has just begun, to be appended under `index`; `recorded` is what it replays."""
+    """The entry of a request that has just begun, to be appended under `index`; `recorded` is what it replays.
+
+    `replica` is the index of the one that is asked for the rest.
+    """
     sample, now = attempt.sample, time.time()
     is_replay = None not in recorded
     is_opening = entry.parent is None and not is_replay
@@ -50,6 +54,7 @@ def new_ask(
         has_token_ids=request.has_token_ids,
         created_at=now,
         sent_at=now,
+        replica=replica,
     )
 
 

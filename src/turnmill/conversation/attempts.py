@@ -28,16 +28,9 @@ from turnmill.conversation.branches import (
 )
 from turnmill.conversation.messages import Heard
 from turnmill.conversation.requests import ChatRequest
+from turnmill.conversation.routing import Asked
 from turnmill.errors import GenerationFailed, InvalidRequest, RecordCorrupt
-from turnmill.records import (
-    TEXT_ROLE,
-    Ask,
-    Call,
-    FinishReason,
-    GenerateRequest,
-    SampleRecord,
-    call_key,
-)
+from turnmill.records import TEXT_ROLE, Ask, Call, FinishReason, GenerateRequest, SampleRecord, call_key
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +80,8 @@ class Entry(msgspec.Struct, kw_only=True):
     error: GenerationFailed | None = None
     # What waits for the answers on behalf of a client that may ask for them later.
     asking: "asyncio.Task[tuple[Answer, ...]] | None" = None
+    # What a replica was asked by this process; () where an earlier one asked.
+    asked: tuple[Asked, ...] = ()
 
     @property
     def step_id(self) -> str:

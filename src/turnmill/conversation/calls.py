@@ -7,20 +7,23 @@
 | send | what was asked in one turn of the event loop | nothing | one send a replica |
 | listen | generate_response, in batches | the next message | answered calls (a failed one with its error) |
 | look | records of calls that wait longer than `LOOK_AFTER_S` | a second | answered calls whose message was lost |
+| look | statuses of the replicas, where there are several | a second | calls sent again, whose replica is gone |
 
 The Call record is the answer; the message is the news of it and brings a copy. Who waits is woken by either.
 """
 
 import asyncio
-import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import structs
 
 from turnmill.conversation.attempts import failure_of
 from turnmill.conversation.history import check_call, checked_call
+from turnmill.conversation.routing import Asked, Routes
 from turnmill.errors import CallTimeout, RecordCorrupt, ShuttingDown
 from turnmill.ports import Leased, Message, RecordStore, WorkQueue
 from turnmill.records import Call, GenerateRequest, GenerateResponse, call_key, decode, encode
@@ -37,8 +40,15 @@ class _Waiting:
 
     # On the loop's clock.
     since: float
+    # None: it was asked for by a process that is gone, in whose place this one waits.
+    asked: Asked | None = None
     # One a waiter: one that times out or is cancelled takes the answer from nobody else.
     waiters: list[asyncio.Future[Call]] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Somebody still waits for the answer."""
+        return not all(waiter.done() for waiter in self.waiters)
 
     def answer(self, call: Call) -> None:
         for waiter in self.waiters:
@@ -54,7 +64,7 @@ class _Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     """A generate request on its way to a queue."""
 
     message: Message
-    sample_id: str
+    replica: int
     waiting: _Waiting
 
 
@@ -69,22 +79,12 @@ class CallCounts:
     num_found: int = 0
     num_failed: int = 0
     num_timeouts: int = 0
+    # Generate requests sent again, to another replica than the one that is gone.
+    num_moved: int = 0
     # Messages about calls that nobody here waits for (late, repeated, or another proxy's).
     num_unexpected: int = 0
     # Messages that are no GenerateResponse; dropped and logged.
     num_unreadable: int = 0
-
-
-def rendezvous(sample_id: str, num_replicas: int) -> int:
-    """The replica of a conversation: the same one for all its calls (its KV cache), evenly spread over replicas.
-
-    Highest random weight hashing (Thaler and Ravishankar, 1998): when a replica is added or taken away, only the
-    conversations that it wins or loses move.
-    """
-    if num_replicas == 1:
-        return 0
-    weight = [hashlib.blake2b(f"{index}/{sample_id}".encode(), digest_size=8).digest() for index in range(num_replicas)]
-    return max(range(num_replicas), key=weight.__getitem__)
 
 
 def _closing() -> ShuttingDown:
@@ -95,12 +95,20 @@ class Calls:
     """Sends generate requests and hands the recorded answers to whoever waits."""
 
     def __init__(
-        self, records: RecordStore, requests: Sequence[WorkQueue], responses: WorkQueue, *, timeout_s: float
+        self,
+        records: RecordStore,
+        requests: Sequence[WorkQueue],
+        responses: WorkQueue,
+        routes: Routes,
+        *,
+        timeout_s: float,
     ) -> None:
+        """`routes` tells which of the `requests` a call is sent to."""
         self.counts = CallCounts()
         self._records = records
         self._requests = requests
         self._responses = responses
+        self._routes = routes
         self._timeout_s = timeout_s
         self._waiting: dict[str, _Waiting] = {}
         # When each waiter gives up, on the loop's clock. All wait equally long, so the earliest is the first, and one
@@ -111,17 +119,18 @@ class Calls:
         self._sending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
-    async def ask(self, request: GenerateRequest) -> Call:
+    async def ask(self, asked: Asked) -> Call:
         """Queue a call at the replica that holds the sample's conversations; its answer, as recorded.
 
         Raises `GenerationFailed` (the replica's error), `CallTimeout`, `ShuttingDown`, `RecordCorrupt`.
         """
+        request = asked.request
         key = call_key(request.run_id, request.purpose, request.sample_id, request.step_id)
-        # Never swallowed: it is sent once, and a replica that gets it twice answers it with the record that stands.
-        message = Message(body=encode(request), group=request.step_id, dedup_id=None)
-        waiting, answer = self._expect(key)
+        waiting, answer = self._expect(key, asked)
+        asked.replica = self._routes.replica_of(request.sample_id, asked.begun_at)
+        asked.sent_at = time.time()
         self.counts.num_sent += 1
-        self._outbox.append(_Outgoing(message=message, sample_id=request.sample_id, waiting=waiting))
+        self._outbox.append(_Outgoing(message=_message(request), replica=asked.replica, waiting=waiting))
         if len(self._outbox) == 1:
             # Runs after everything that is ready now: what many clients ask at once is sent at once.
             sending = asyncio.create_task(self._send(), name="calls-send")
@@ -133,16 +142,16 @@ class Calls:
         batch, self._outbox = self._outbox, []
         by_replica: dict[int, list[_Outgoing]] = {}
         for item in batch:
-            by_replica.setdefault(rendezvous(item.sample_id, len(self._requests)), []).append(item)
+            by_replica.setdefault(item.replica, []).append(item)
         sends = [self._requests[index].send([item.message for item in items]) for index, items in by_replica.items()]
         for items, error in zip(by_replica.values(), await asyncio.gather(*sends, return_exceptions=True), strict=True):
             if error is not None:
                 for item in items:
                     item.waiting.fail(error)
 
-    async def ask_again(self, key: str) -> Call:
+    async def ask_again(self, key: str, asked: Asked | None) -> Call:
         """The answer to a call that was asked before: recorded by now, or still to come. Raises like `ask`."""
-        waiting, answer = self._expect(key)
+        waiting, answer = self._expect(key, asked)
         try:
             await self._answer_from_records([key])
         except BaseException:
@@ -150,13 +159,13 @@ class Calls:
             raise
         return await self._wait(key, waiting, answer)
 
-    def _expect(self, key: str) -> tuple[_Waiting, asyncio.Future[Call]]:
+    def _expect(self, key: str, asked: Asked | None) -> tuple[_Waiting, asyncio.Future[Call]]:
         if self._is_stopped:
             raise _closing()
         loop = asyncio.get_running_loop()
         waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[key] = _Waiting(since=loop.time())
+            waiting = self._waiting[key] = _Waiting(since=loop.time(), asked=asked)
         answer: asyncio.Future[Call] = loop.create_future()
         waiting.waiters.append(answer)
         return waiting, answer
@@ -210,7 +219,7 @@ class Calls:
             await self._take(await self._responses.take(max_messages=BATCH_SIZE, wait_s=WAIT_S))
 
     async def look(self) -> None:
-        """Until cancelled: look up the records of calls that wait long, in case the news was lost."""
+        """Until cancelled: look up the records of calls that wait long, in case the news or their replica was lost."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_AFTER_S)
@@ -218,6 +227,31 @@ class Calls:
             late = [key for key, waiting in self._waiting.items() if waiting.since <= before]
             for start in range(0, len(late), BATCH_SIZE):
                 self.counts.num_found += await self._answer_from_records(late[start : start + BATCH_SIZE])
+            await self._routes.refresh()
+            await self._move()
+
+    async def _move(self) -> None:
+        """Send the calls of replicas that are gone to others.
+
+        Each stays under its key: should the first replica answer it all the same, the first record stands.
+        """
+        moved: dict[int, list[Message]] = {}
+        for waiting in () if self._routes.is_lone else self._waiting.values():
+            asked = waiting.asked
+            if asked is None or not waiting.is_open:
+                continue
+            target = self._routes.new_replica_of(
+                asked.request.sample_id, asked.begun_at, replica=asked.replica, sent_at=asked.sent_at
+            )
+            if target is None:
+                continue
+            asked.request = structs.replace(asked.request, epoch=asked.request.epoch + 1)
+            asked.replica, asked.sent_at = target, time.time()
+            moved.setdefault(target, []).append(_message(asked.request))
+        for index, messages in moved.items():
+            logger.warning("%d calls are sent once more, to replica-%d: theirs is gone", len(messages), index)
+            self.counts.num_moved += len(messages)
+            await self._requests[index].send(messages)
 
     async def _take(self, messages: Sequence[Leased]) -> None:
         recorded: list[str] = []
@@ -269,6 +303,11 @@ class Calls:
     def _report_corrupt(waiting: _Waiting, key: str, error: RecordCorrupt) -> None:
         logger.error("%s", error, extra={"at": key})
         waiting.fail(error)
+
+
+def _message(request: GenerateRequest) -> Message:
+    """Never swallowed: a replica that gets it twice answers it with the record that stands."""
+    return Message(body=encode(request), group=request.step_id, dedup_id=None)
 
 
 def _fail(waiter: asyncio.Future[Call], error: BaseException) -> None:

@@ -158,6 +158,7 @@ class ChatClient:
             finish_reason=choice.finish_reason,
             usage=completion.usage,
             tokens=_tokens(completion) if has_tokens else None,
+            call_id=completion.id or "",
         )
 
 
@@ -215,6 +216,8 @@ class RolloutApi:
             "detail": result.detail,
         }
         body.update({name: value for name, value in optional.items() if value is not None})
+        if result.turn_rewards:
+            body["turn_rewards"] = result.turn_rewards
         await self._call("report", leased.report_secret, body)
 
     async def _call(self, route: str, secret: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> bytes:
@@ -261,6 +264,7 @@ class _Choice(msgspec.Struct):
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
+    id: str | None = None
     usage: dict[str, Any] = {}
     prompt_token_ids: list[int] | None = None
 

@@ -229,20 +229,21 @@ class Leases:
             # From here on it takes no c any more, so that the count can go on without a gap.
             before.is_current = False
             first_call = before.next_call
-        name = new_name()
+        name, now = new_name(), time.time()
         lease = Lease(
             request=sample.request,
             attempt=sample.attempt + 1,
             chat_secret=new_secret(name),
             report_secret=new_secret(name),
             lease_token=new_secret(name),
-            deadline=time.time() + self._config.training_timeout,
+            deadline=now + self._config.training_timeout,
             lease_s=self._config.worker_lease_s,
         )
         leased = replace(
             sample,
             state=SampleState.LEASED,
             attempt=lease.attempt,
+            leased_at=now,
             chat_secret_hash=hash_secret(lease.chat_secret),
             report_secret_hash=hash_secret(lease.report_secret),
             lease_token_hash=hash_secret(lease.lease_token),

@@ -199,6 +199,7 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
         aggregate_reward_score: float | None,
         metrics_list: Mapping[str, float] | Sequence[Mapping[str, Any]] = (),
         *,
+        turn_rewards: Mapping[str, float] | None = None,
         reason: str | None = None,
         stop_reason: str | None = None,
         detail: str | None = None,
@@ -206,9 +207,10 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
     ) -> None:
         """Tell how the rollout ended: its reward, or None and the `reason` why there is none (`env_error`, ...).
 
-        `metrics_list` holds values by name, or items with `name`, `value` and `type` ("Reward" or "Metric"). Saying
-        the same again is no error, so that it is repeated until it is recorded. Raises `openai.ConflictError` when the
-        attempt is over or was reported otherwise, `openai.BadRequestError` for content that the proxy refuses.
+        `metrics_list` holds values by name, or items with `name`, `value` and `type` ("Reward" or "Metric");
+        `turn_rewards` what single calls are worth, by the ids of their completions. Saying the same again is no error,
+        so that it is repeated until it is recorded. Raises `openai.ConflictError` when the attempt is over or was
+        reported otherwise, `openai.BadRequestError` for content that the proxy refuses.
         """
         secret = report_secret or self._report_secret
         metrics: Sequence[Mapping[str, Any]] = (
@@ -216,7 +218,12 @@ class AsyncTurnmillClient(openai.AsyncOpenAI):
             if isinstance(metrics_list, Mapping)
             else metrics_list
         )
-        optional = {"reason": reason, "stop_reason": stop_reason, "detail": detail}
+        optional = {
+            "turn_rewards": None if turn_rewards is None else dict(turn_rewards),
+            "reason": reason,
+            "stop_reason": stop_reason,
+            "detail": detail,
+        }
         body = {
             "id": sample_id,
             "aggregate_reward_score": aggregate_reward_score,

@@ -14,13 +14,12 @@ request and response objects would take a fifth. Secrets travel in paths and hea
 """
 
 import logging
-import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from turnmill.conversation.admission import Limits
-from turnmill.conversation.agents import MAX_WAIT_S, Agents, Reply
+from turnmill.conversation.agents import MAX_WAIT_S, Agents, Reply, agent_route, not_allowed
 from turnmill.conversation.asgi import HttpError, bearer_of, read_body, refusal, send_json, to_http, until_disconnect
 from turnmill.conversation.bodies import number, parse_object
 from turnmill.conversation.exchange import Receive, Scope, Send
@@ -42,8 +41,6 @@ from turnmill.records import encode
 logger = logging.getLogger(__name__)
 
 MAX_ROLLOUTS = 4096
-# The secret, the route, and the step or the model that is asked for.
-_AGENT = re.compile(r"(?:/a/([A-Za-z0-9_\-]{16,128}))?/v1/(chat/completions|completions|models)(?:/(.+))?")
 
 
 def create_app(
@@ -101,29 +98,15 @@ class App:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Reply:
         path, method = scope["path"], scope["method"]
-        agent = _AGENT.fullmatch(path)
+        agent = agent_route(path)
         if agent is not None:
-            return await self._serve_agent(agent, method, scope, receive, send)
+            return await self._agents.serve(agent, scope, receive, send)
         route = self._routes.get((method, path))
         if route is None:
             if any(path == known for _, known in self._routes):
-                raise _not_allowed(method)
+                raise not_allowed(method)
             raise refusal(404, "not_found", "no such route")
         return 200, await route(scope, receive, b"" if method == "GET" else await read_body(receive))
-
-    async def _serve_agent(
-        self, found: re.Match[str], method: str, scope: Scope, receive: Receive, send: Send
-    ) -> Reply:
-        route, name = found[2], found[3]
-        if method != ("POST" if route != "models" and name is None else "GET"):
-            raise _not_allowed(method)
-        secret = found[1] or bearer_of(scope)
-        if route == "models":
-            return await self._agents.models(secret, name)
-        is_text = route == "completions"
-        if name is None:
-            return await self._agents.complete(scope, receive, send, secret, is_text=is_text)
-        return await self._agents.step(scope, secret, name, is_text=is_text)
 
     # ------------------------------------------------------------ routes
 
@@ -175,10 +158,6 @@ def _of_backend(error: TurnmillError) -> BackendUnavailable | None:
     if isinstance(error, InvalidInput) and not is_refusal:
         return BackendUnavailable(str(error))
     return error if isinstance(error, BackendUnavailable) else None
-
-
-def _not_allowed(method: str) -> HttpError:
-    return refusal(405, "method_not_allowed", f"{method} is not served here")
 
 
 def _field(raw: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:

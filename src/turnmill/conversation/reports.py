@@ -1,9 +1,10 @@
 """What may be said about the end of an attempt, checked: from JSON to a typed report."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from turnmill.conversation.bodies import MAX_TEXT, number, parse_object, text_at
+from turnmill.conversation.bodies import MAX_TEXT, number, parse_object, short, text_at
 from turnmill.errors import InvalidRequest
 from turnmill.records import InvalidReason
 
@@ -15,6 +16,8 @@ class Report:
     sample_id: str
     score: float | None
     metrics: dict[str, float]
+    # What single calls are worth, by call id.
+    turn_rewards: dict[str, float]
     reason: InvalidReason | None
     stop_reason: str | None
     detail: str | None
@@ -28,9 +31,20 @@ class Report:
                 param="aggregate_reward_score",
             )
 
+    def check_turns(self, consumed: Collection[str]) -> None:
+        """Raises `InvalidRequest` for the reward of a call that the attempt did not consume."""
+        if unknown := self.turn_rewards.keys() - set(consumed):
+            raise InvalidRequest(
+                f"turn_rewards: the attempt has no call {short(min(unknown))}; the id of a completion is that of its "
+                "call",
+                param="turn_rewards",
+            )
 
+
+# More turns have no reward in one report.
+MAX_TURN_REWARDS = 10_000
 _REPORT_KEYS = ("id", "aggregate_reward_score", "metrics_list")
-_REPORT_OPTIONAL = ("reason", "stop_reason", "detail")
+_REPORT_OPTIONAL = ("turn_rewards", "reason", "stop_reason", "detail")
 
 
 def parse_report(body: bytes) -> Report:
@@ -54,6 +68,9 @@ def parse_report(body: bytes) -> Report:
             f"({', '.join(InvalidReason)}), and a score excludes one",
             param="reason",
         )
+    turn_rewards = _turn_rewards(raw.get("turn_rewards"))
+    if turn_rewards and score is None:
+        raise InvalidRequest("a report without a score has no turn_rewards either", param="turn_rewards")
     sample_id, detail = text_at(raw, "id"), raw.get("detail")
     if detail is not None and not isinstance(detail, str):
         raise InvalidRequest("detail must be a text", param="detail")
@@ -63,6 +80,7 @@ def parse_report(body: bytes) -> Report:
         sample_id=sample_id,
         score=score,
         metrics=_metrics(raw["metrics_list"]),
+        turn_rewards=turn_rewards,
         reason=InvalidReason(reason) if reason is not None else None,
         stop_reason=text_at(raw, "stop_reason"),
         # For people only, so its beginning is better than a refused report.
@@ -86,3 +104,15 @@ def _metrics(value: Any) -> dict[str, float]:
             raise InvalidRequest(f"{where}.name {item['name']!r} is there twice", param=f"{where}.name")
         metrics[item["name"]] = number(item["value"], f"{where}.value")
     return metrics
+
+
+def _turn_rewards(value: Any) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("turn_rewards must be an object: a number for the id of a call", param="turn_rewards")
+    if len(value) > MAX_TURN_REWARDS:
+        raise InvalidRequest(
+            f"turn_rewards has {len(value)} numbers; at most {MAX_TURN_REWARDS} are taken", param="turn_rewards"
+        )
+    return {call_id: number(worth, f"turn_rewards[{short(call_id)}]") for call_id, worth in value.items()}

@@ -183,12 +183,14 @@ def check_sample_id(sample: SampleRecord, sample_id: str | None) -> None:
 
 
 def reported(sample: SampleRecord, report: Report, calls: tuple[str, ...]) -> SampleRecord:
-    """The sample as a report ends it."""
+    """The sample as a report ends it; raises `InvalidRequest` where it is about a call that is none of these."""
+    report.check_turns(calls)
     ended = replace(
         sample,
         state=SampleState.REPORTED if report.score is not None else SampleState.INVALID,
         reward=report.score,
         metrics=report.metrics,
+        turn_rewards=report.turn_rewards,
         stop_reason=report.stop_reason or (StopReason.END_OF_CONVERSATION if report.reason is None else None),
         calls=calls,
         reason=report.reason,
@@ -201,5 +203,6 @@ def check_same(sample: SampleRecord, report: Report) -> None:
     """Raises `LeaseLost` or `Conflict` unless the sample ended as the report says."""
     if sample.report_digest is None:
         raise LeaseLost(f"the attempt is over; sample {sample.sample_id} is {sample.state}")
-    if (sample.reward, sample.reason, sample.metrics) != (report.score, report.reason, report.metrics):
+    was = (sample.reward, sample.reason, sample.metrics, sample.turn_rewards)
+    if was != (report.score, report.reason, report.metrics, report.turn_rewards):
         raise Conflict(f"sample {sample.sample_id} was reported otherwise before")

@@ -26,6 +26,7 @@ from turnmill.conversation.leases import CALL_RANGE, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.reports import Report
 from turnmill.conversation.requests import ChatRequest, parse_chat, parse_text
+from turnmill.conversation.routing import Asked, Routes
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
 from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import GenerationFailed, InvalidInput, LeaseLost, NotFound
@@ -46,7 +47,11 @@ class Sessions(Service):
                 f"run {run.run_id} has a foreign trainer: its conversations are served by SharedSessions"
             )
         self.calls = Calls(
-            ports.records, ports.generate_request, ports.generate_response, timeout_s=config.call_timeout_s
+            ports.records,
+            ports.generate_request,
+            ports.generate_response,
+            Routes(ports.records, run.run_id, len(ports.generate_request)),
+            timeout_s=config.call_timeout_s,
         )
         self._registry = Registry(ports.records, run.run_id)
         super().__init__(ports, run, config, Leases(ports, config, self._registry))
@@ -181,13 +186,13 @@ class Sessions(Service):
         self, attempt: Attempt, entry: Entry, request: ChatRequest, recorded: Sequence[Call | None]
     ) -> tuple[Answer, ...]:
         """Have the choices generated that no earlier attempt has recorded."""
-        asking = [
-            self.calls.ask(attempt.generate_request(entry, request, choice))
+        entry.asked = tuple(
+            Asked(request=attempt.generate_request(entry, request, choice), begun_at=attempt.sample.leased_at)
             for choice, call in enumerate(recorded)
             if call is None
-        ]
+        )
         try:
-            generated = iter(await _all(asking))
+            generated = iter(await _all([self.calls.ask(asked) for asked in entry.asked]))
         except GenerationFailed as error:
             entry.error = error
             raise
@@ -198,7 +203,10 @@ class Sessions(Service):
             raise GenerationFailed(entry.error.code, str(entry.error))
         calls: list[Call] = []
         if entry.answers is None:
-            calls = await _all([self.calls.ask_again(attempt.key_of(call_id)) for call_id in entry.call_ids])
+            asked = {item.request.step_id: item for item in entry.asked}
+            calls = await _all(
+                [self.calls.ask_again(attempt.key_of(call_id), asked.get(call_id)) for call_id in entry.call_ids]
+            )
         return await self._deliver(attempt, entry, calls)
 
     async def _deliver(self, attempt: Attempt, entry: Entry, calls: Sequence[Call]) -> tuple[Answer, ...]:
@@ -206,6 +214,7 @@ class Sessions(Service):
         if entry.answers is None and not attempt.is_current:
             raise LeaseLost(f"the attempt ended before its call {entry.step_id} was answered")
         answers = attempt.deliver(entry, calls)
+        entry.asked = ()
         if entry.has_logprobs or entry.has_token_ids:
             return await with_tokens(self._ports.records, attempt, answers, has_prompt=entry.has_token_ids)
         return answers

@@ -27,7 +27,6 @@ from turnmill import failpoints
 from turnmill.config import Config
 from turnmill.conversation.asks import messages_of, new_ask
 from turnmill.conversation.attempts import Answer, Attempt, Entry, Pending, failure_of
-from turnmill.conversation.calls import rendezvous
 from turnmill.conversation.foreign import check_wire, is_to_be_played_again, played_again
 from turnmill.conversation.history import (
     checked_ask,
@@ -44,6 +43,7 @@ from turnmill.conversation.messages import Heard
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, name_in, same_hash
 from turnmill.conversation.reports import Report
 from turnmill.conversation.requests import ChatRequest, parse_chat, parse_text
+from turnmill.conversation.routing import Routes
 from turnmill.conversation.service import Service, check_same, check_sample_id, reported
 from turnmill.conversation.tokens import with_tokens
 from turnmill.errors import BackendUnavailable, CallTimeout, LeaseLost, NotFound, RecordCorrupt, ShuttingDown
@@ -98,6 +98,7 @@ class SharedSessions(Service):
         self._registry = _Directory(ports.records, run.run_id)
         super().__init__(ports, run, config, Leases(ports, config, self._registry, call_range=0, on_dead=on_dead))
         self._config = config
+        self._routes = Routes(ports.records, run.run_id, len(ports.generate_request))
         self._resend_s = config.call_timeout_s * RESEND_PART if resend_s is None else resend_s
         # Requests of one sample that come to this process wait for one another instead of racing.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -175,7 +176,9 @@ class SharedSessions(Service):
                 return attempt, entry, view.ask_of(entry)
             num_forks = attempt.num_forks
             entry, recorded = attempt.begin(request, key)
-            ask = new_ask(attempt, entry, request, key, recorded, index=len(view.asks))
+            await self._routes.refresh()
+            replica = self._routes.replica_of(attempt.sample.sample_id, attempt.sample.leased_at)
+            ask = new_ask(attempt, entry, request, key, recorded, index=len(view.asks), replica=replica)
             if not await self._claim(ask):
                 await asyncio.sleep(random.uniform(0, RACE_S))
                 continue
@@ -201,9 +204,8 @@ class SharedSessions(Service):
 
     async def _send(self, sample: SampleRecord, ask: Ask, calls: Sequence[Call]) -> None:
         """Ask for what is missing, of these recorded calls."""
-        queues = self._ports.generate_request
         if messages := messages_of(sample, ask, calls):
-            await queues[rendezvous(sample.sample_id, len(queues))].send(messages)
+            await self._ports.generate_request[ask.replica].send(messages)
 
     # ------------------------------------------------------------ waiting
 
@@ -244,11 +246,17 @@ class SharedSessions(Service):
         return stored
 
     async def _send_again(self, sample: SampleRecord, stored: Stored) -> None:
-        """Send the request of an ask once more, if it has waited for too long since."""
+        """Send the request of an ask once more, if it has waited for too long since, or its replica is gone."""
         ask, now = checked_ask(stored), time.time()
-        if now - ask.sent_at < self._resend_s:
-            return
-        again = structs.replace(ask, epoch=ask.epoch + 1, sent_at=now)
+        await self._routes.refresh()
+        replica = self._routes.new_replica_of(
+            sample.sample_id, sample.leased_at, replica=ask.replica, sent_at=ask.sent_at
+        )
+        if replica is None:
+            if now - ask.sent_at < self._resend_s:
+                return
+            replica = self._routes.replica_of(sample.sample_id, sample.leased_at)
+        again = structs.replace(ask, epoch=ask.epoch + 1, sent_at=now, replica=replica)
         (ok,) = await self._ports.records.write([Write(key=ask.key, value=encode(again), expected=stored.version)])
         # Else somebody does it in this moment.
         if ok:

@@ -5,7 +5,7 @@
 Read each time anew: a proxy remembers no tokens, so that its memory is the same whatever clients ask for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -30,10 +30,15 @@ async def with_tokens(
             raise RecordCorrupt(f"call {key} was removed while it was read")
         call = checked_call(stored)
         calls[call.call_id] = call
+    return tokens_of(answers, calls, has_prompt=has_prompt)
+
+
+def tokens_of(answers: Sequence[Answer], calls: Mapping[str, Call], *, has_prompt: bool) -> tuple[Answer, ...]:
+    """The answers with the tokens of these calls, which are theirs and, for the prompt, what they continue."""
     return tuple(_with_tokens(answer, calls, has_prompt=has_prompt) for answer in answers)
 
 
-def _with_tokens(answer: Answer, calls: dict[str, Call], *, has_prompt: bool) -> Answer:
+def _with_tokens(answer: Answer, calls: Mapping[str, Call], *, has_prompt: bool) -> Answer:
     call = calls[answer.call_id]
     prompt_ids: list[int] | None = None
     if has_prompt:

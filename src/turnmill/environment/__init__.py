@@ -7,7 +7,7 @@ from turnmill.environment.base import (
     ScriptedTurn,
     opening_messages,
 )
-from turnmill.environment.games import End, Game, Observation, Opening
+from turnmill.environment.games import End, Game, Observation, Opening, Step
 from turnmill.environment.judges import Judge, judge
 from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn
 from turnmill.environment.rewards import RewardFunction, metric, reward
@@ -31,6 +31,7 @@ __all__ = [
     "Score",
     "ScriptedChat",
     "ScriptedTurn",
+    "Step",
     "Talk",
     "Tool",
     "ToolError",

@@ -145,14 +145,15 @@ class ScriptedChat:
         for turn in self._turns:
             if isinstance(turn, Exception):
                 raise turn
-            return _said(turn, _bytes_as_tokens(messages, turn) if params.get("return_token_ids") else None)
+            tokens = _bytes_as_tokens(messages, turn) if params.get("return_token_ids") else None
+            return _said(turn, tokens, f"call-{len(self.calls)}")
         raise ScriptEnded(f"the script ended before call {len(self.calls)}")
 
 
-def _said(turn: ScriptedTurn, tokens: ReplyTokens | None) -> Reply:
+def _said(turn: ScriptedTurn, tokens: ReplyTokens | None, call_id: str) -> Reply:
     message = {"role": "assistant", **({"content": turn} if isinstance(turn, str) else turn)}
     reason = FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP
-    return Reply(message=message, finish_reason=reason, tokens=tokens)
+    return Reply(message=message, finish_reason=reason, tokens=tokens, call_id=call_id)
 
 
 def _bytes_as_tokens(messages: Sequence[Message], turn: ScriptedTurn) -> ReplyTokens:

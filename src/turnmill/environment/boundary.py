@@ -13,7 +13,7 @@ from typing import Any
 from turnmill import failpoints
 from turnmill.environment.base import CONTEXT_LENGTH_EXCEEDED, Chat, Environment, is_context_full
 from turnmill.environment.groups import as_metrics, is_group, rollouts_of
-from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn, place_of
+from turnmill.environment.outcomes import Message, Outcome, RewardError, Rollout, Score, Turn, by_call, place_of
 from turnmill.environment.rewards import RewardFunctionFailed, explained, own, weigh, weigh_group
 from turnmill.environment.watching import WATCH, Watch
 from turnmill.errors import BackendUnavailable, GenerationFailed, LeaseLost
@@ -111,11 +111,24 @@ async def _played(
     )
     try:
         score = await _score(environment, rollout, outcome, reward_range)
+        turn_rewards = _turn_rewards(rollout, outcome, score)
     except Exception as error:
         return None if chat.failure is not None else invalid(InvalidReason.REWARD_ERROR, error, task)
     return RolloutResult(
-        reward=score.reward, metrics={**outcome.metrics, **score.metrics}, stop_reason=outcome.stop_reason
+        reward=score.reward,
+        metrics={**outcome.metrics, **score.metrics},
+        turn_rewards=turn_rewards,
+        stop_reason=outcome.stop_reason,
     )
+
+
+def _turn_rewards(rollout: Rollout, outcome: Outcome, score: Score) -> dict[str, float]:
+    if outcome.turn_rewards and score.turn_rewards:
+        raise RewardError(
+            "`play` (or `step`) says what turns are worth, and so do reward functions per turn or `score`: it must "
+            "come from one of them"
+        )
+    return by_call(outcome.turn_rewards or score.turn_rewards, rollout.turns)
 
 
 async def _score_group(

@@ -1,6 +1,6 @@
 """The game style: an environment that is asked for its first messages, and then for what each reply leads to.
 
-    reset(task) -> Opening -> reply -> step(state, reply) -> observation -> reply -> ... -> End
+    reset(task) -> Opening -> reply -> step(state, reply) -> observation | Step -> reply -> ... -> End
 
 `play` follows from the two, a full context and the limit of turns included.
 """
@@ -36,10 +36,20 @@ class End:
     # None: `rewards`, or `score`, compute it; they see the game's state.
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # What the last reply was worth as a turn; None: that is not said.
+    turn_reward: float | None = None
 
 
 # A text is a message of the user; several messages answer several calls of tools.
 Observation = str | Message | Sequence[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a reply leads to, and what it was worth as a turn: for training methods that give credit a turn."""
+
+    told: Observation
+    turn_reward: float
 
 
 class Game(Environment, Generic[S]):
@@ -53,25 +63,31 @@ class Game(Environment, Generic[S]):
         """Begin a game of `task`."""
 
     @abstractmethod
-    def step(self, state: S, reply: Reply) -> Observation | End | Awaitable[Observation | End]:
-        """What the model is told after `reply`, or the end. Also asked after the last reply that `max_turns` allows."""
+    def step(self, state: S, reply: Reply) -> Observation | Step | End | Awaitable[Observation | Step | End]:
+        """What the model is told after `reply`, or the end; a `Step` and an `End` may say what the reply was worth.
+
+        Also asked after the last reply that `max_turns` allows.
+        """
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
         opening = await settled(self.reset(task))
         messages, params = list(opening.messages), {"tools": list(opening.tools)} if opening.tools else {}
+        worth: dict[str, float] = {}
         for _ in range(self.max_turns):
             try:
                 reply = await chat.complete(messages, **params)
             except Exception as error:
                 if not is_context_full(error):
                     raise
-                return Outcome(stop_reason=StopReason.MAX_LENGTH, state=opening.state)
+                return Outcome(stop_reason=StopReason.MAX_LENGTH, state=opening.state, turn_rewards=worth)
             messages.append(reply.message)
-            told: Observation | End = await settled(self.step(opening.state, reply))
+            told: Observation | Step | End = await settled(self.step(opening.state, reply))
+            if isinstance(told, Step | End) and told.turn_reward is not None:
+                worth[reply.call_id] = told.turn_reward
             if isinstance(told, End):
-                return Outcome(reward=told.reward, metrics=told.metrics, state=opening.state)
-            messages += _messages(told)
-        return Outcome(stop_reason=StopReason.MAX_TURNS, state=opening.state)
+                return Outcome(reward=told.reward, metrics=told.metrics, state=opening.state, turn_rewards=worth)
+            messages += _messages(told.told if isinstance(told, Step) else told)
+        return Outcome(stop_reason=StopReason.MAX_TURNS, state=opening.state, turn_rewards=worth)
 
 
 def _messages(told: Observation) -> list[Message]:
@@ -81,5 +97,5 @@ def _messages(told: Observation) -> list[Message]:
     messages = [told] if isinstance(told, Mapping) else told
     is_fit = isinstance(messages, Sequence) and messages and all(isinstance(each, Mapping) for each in messages)
     if not is_fit:
-        raise TypeError(f"step must return a text, messages or an End, not {told!r:.80}")
+        raise TypeError(f"step must return a text, messages, a Step or an End, not {told!r:.80}")
     return list(messages)

@@ -105,7 +105,8 @@ def _rollout(member: _Member) -> Rollout:
     for said in member.said:
         asked = [*conversations[said.parent], *said.messages]
         conversations[said.call_id] = [*asked, said.reply]
-        turns.append(Turn(messages=asked, reply=Reply(message=said.reply, finish_reason=said.finish_reason)))
+        reply = Reply(message=said.reply, finish_reason=said.finish_reason, call_id=said.call_id)
+        turns.append(Turn(messages=asked, reply=reply))
     return Rollout(
         task=Task(id=member.sample_id, metadata=member.metadata),
         messages=conversations[member.said[-1].call_id] if member.said else [],

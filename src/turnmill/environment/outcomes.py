@@ -12,6 +12,9 @@ from typing import Any
 from turnmill.records import Reply, StopReason, Task
 
 Message = Mapping[str, Any]
+# What single turns are worth: by the call id of each one's reply, not all of them need be there; or a number for each
+# call that was answered, in the order of the answers.
+TurnRewards = Mapping[str, float] | Sequence[float]
 
 
 class RewardError(Exception):
@@ -24,10 +27,13 @@ class Score:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # For training methods that give credit a turn; the others look at the reward alone. () where there are none.
+    turn_rewards: TurnRewards = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", finite("reward", self.reward))
         object.__setattr__(self, "metrics", _finite_metrics(self.metrics))
+        object.__setattr__(self, "turn_rewards", _finite_turns(self.turn_rewards))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,8 @@ class Outcome:
     reward: float | None = None
     # Joined with those of the reward functions or of `score`.
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # As those of a `Score`, which has none then.
+    turn_rewards: TurnRewards = ()
     # What the reward functions may look at beside the messages: whatever `play` puts here.
     state: Any = field(default=None, compare=False, repr=False)
 
@@ -46,6 +54,7 @@ class Outcome:
         if self.reward is not None:
             object.__setattr__(self, "reward", finite("reward", self.reward))
         object.__setattr__(self, "metrics", _finite_metrics(self.metrics))
+        object.__setattr__(self, "turn_rewards", _finite_turns(self.turn_rewards))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,19 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def by_call(given: TurnRewards, turns: Sequence[Turn]) -> dict[str, float]:
+    """Turn rewards by call id; {} where the chat names none. Raises `RewardError` where one fits no turn."""
+    ids = [turn.reply.call_id for turn in turns]
+    known = set(ids) - {""}
+    if not isinstance(given, Mapping):
+        if given and len(given) != len(ids):
+            raise RewardError(f"turn_rewards has {len(given)} numbers, and {len(ids)} calls were answered")
+        given = dict(zip(ids, given, strict=False))
+    elif known and (unknown := given.keys() - set(ids)):
+        raise RewardError(f"turn_rewards: no call that was answered has the id {min(unknown)!r:.80}")
+    return {call_id: value for call_id, value in given.items() if call_id in known}
+
+
 def finite(name: str, value: Any) -> float:
     """`value` as a number; raises `RewardError` for what is none, and for NaN and infinities."""
     # float() reads texts, too.
@@ -99,3 +121,14 @@ def _finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         if not isinstance(name, str) or not name:
             raise RewardError(f"a metric's name must be a text, not {name!r:.80}")
     return {name: finite(f"metric {name}", value) for name, value in metrics.items()}
+
+
+def _finite_turns(turn_rewards: TurnRewards) -> TurnRewards:
+    if isinstance(turn_rewards, str) or not isinstance(turn_rewards, Mapping | Sequence):
+        raise RewardError(f"turn_rewards must be numbers by call id, or one a turn, not {turn_rewards!r:.80}")
+    if not isinstance(turn_rewards, Mapping):
+        return tuple(finite(f"turn_rewards[{index}]", value) for index, value in enumerate(turn_rewards))
+    for call_id in turn_rewards:
+        if not isinstance(call_id, str):
+            raise RewardError(f"turn_rewards: a call id must be a text, not {call_id!r:.80}")
+    return {call_id: finite(f"turn_rewards of {call_id:.80}", value) for call_id, value in turn_rewards.items()}

@@ -1,6 +1,7 @@
 """Reward functions: a rollout is worth the weighted sum of what they return.
 
-    Rollout -> each function (per rollout, or per turn and then the mean) -> weights -> Score
+    Rollout -> each function (per rollout, or per turn and then the mean) -> weights -> Score: reward, metrics
+                                  '-> weights -> what each turn is worth
     all samples of a group -> each function per group -> weights -> what is added to each sample's reward
 
 Each is a plain function, sync or async, and its value is a metric under its name; one of weight 0 is a metric and
@@ -32,7 +33,8 @@ class Per(StrEnum):
 
     # `function(rollout)`, once.
     ROLLOUT = "rollout"
-    # `function(rollout, turn)` for each turn; its value is their mean, and 0.0 where the model said nothing.
+    # `function(rollout, turn)` for each turn; its value is their mean, and 0.0 where the model said nothing. One turn
+    # is worth the weighted sum over all such functions.
     TURN = "turn"
     # `function(rollouts)`, once for all samples of a group, in training alone: one value for each, in their order.
     GROUP = "group"
@@ -83,17 +85,32 @@ def metric(function: Callable[..., Any], *, per: str = Per.ROLLOUT, name: str | 
 
 
 async def weigh(functions: Sequence[RewardFunction], rollout: Rollout) -> Score:
-    """The weighted sum of those that need no group, and each value as a metric; they are asked side by side.
+    """The weighted sums of those that need no group, for the whole and for each turn; each value is a metric.
 
-    Raises `RewardError` with the name of a function that fails, and `JudgeUnavailable` as it came.
+    They are asked side by side. Raises `RewardError` with the name of a function that fails, and `JudgeUnavailable` as
+    it came.
     """
     asked = own(functions)
     names = [each.name for each in asked]
     if twice := {name for name in names if names.count(name) > 1}:
         raise RewardError(f"two reward functions are called {', '.join(sorted(twice))}: give each a name of its own")
-    found = await _side_by_side([_value(each, rollout) for each in asked])
-    values = dict(zip(names, found, strict=True))
-    return Score(reward=math.fsum(each.weight * values[each.name] for each in asked), metrics=values)
+    found = await _side_by_side([_said(each, rollout) for each in asked])
+    values = {name: statistics.fmean(said) if said else 0.0 for name, said in zip(names, found, strict=True)}
+    return Score(
+        reward=math.fsum(each.weight * values[each.name] for each in asked),
+        metrics=values,
+        turn_rewards=_of_turns(asked, found, num_turns=len(rollout.turns)),
+    )
+
+
+def _of_turns(asked: Sequence[RewardFunction], found: Sequence[Sequence[float]], *, num_turns: int) -> list[float]:
+    """What each turn is worth; [] where no function with a weight is asked about turns."""
+    per_turn = [
+        (each.weight, said) for each, said in zip(asked, found, strict=True) if each.per is Per.TURN and each.weight
+    ]
+    if not per_turn:
+        return []
+    return [math.fsum(weight * said[index] for weight, said in per_turn) for index in range(num_turns)]
 
 
 async def weigh_group(functions: Sequence[RewardFunction], rollouts: Sequence[Rollout]) -> list[float]:
@@ -134,12 +151,12 @@ async def _side_by_side(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _value(each: RewardFunction, rollout: Rollout) -> float:
+async def _said(each: RewardFunction, rollout: Rollout) -> list[float]:
+    """The function's values: one, or one a turn."""
     with _named(each):
         if each.per is Per.ROLLOUT:
-            return _in_range(each, await settled(each.function(rollout)))
-        values = [_in_range(each, await settled(each.function(rollout, turn))) for turn in rollout.turns]
-    return statistics.fmean(values) if values else 0.0
+            return [_in_range(each, await settled(each.function(rollout)))]
+        return [_in_range(each, await settled(each.function(rollout, turn))) for turn in rollout.turns]
 
 
 async def _values(each: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:

@@ -82,7 +82,8 @@ class PolicyClient(Client):
     async def from_native_response(self, response: Reply) -> Response:
         self._num_calls += 1
         return Response(
-            id=f"call-{self._num_calls}",
+            # A step of the trajectory is known by it.
+            id=response.call_id or f"call-{self._num_calls}",
             created=int(time.time()),
             model=MODEL,
             usage=_usage(response),

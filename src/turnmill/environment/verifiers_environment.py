@@ -70,7 +70,9 @@ class VerifiersEnvironment(Environment):
             state["timing"].scoring.end = time.time()
         finally:
             await self._env.rubric.cleanup(state)
-        return Outcome(stop_reason=self._stop_reason(state), reward=reward, metrics=metrics)
+        return Outcome(
+            stop_reason=self._stop_reason(state), reward=reward, metrics=metrics, turn_rewards=_turn_rewards(state)
+        )
 
     def validate(self, task: Task) -> None:
         row = self._row(task)
@@ -172,7 +174,12 @@ def _is_own(rubric: Any, method: str) -> bool:
     return getattr(type(rubric), method) is not getattr(Rubric, method)
 
 
-# ---------------------------------------------------------------- errors in a state
+# ---------------------------------------------------------------- what is in a state
+
+
+def _turn_rewards(state: Any) -> dict[str, float]:
+    """Of the steps of the trajectory that the environment or its rubric gave a reward of their own."""
+    return {step["response"].id: step["reward"] for step in state["trajectory"] if step.get("reward") is not None}
 
 
 def _exception(error: object) -> BaseException | None:

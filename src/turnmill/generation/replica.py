@@ -9,23 +9,23 @@ Tasks of one replica:
         message, by new weights or by `stop`; produces ended calls. The only one that touches the engine.
     record (`Recorder`): consumes ended calls; produces call records, responses, acks.
     leases: extends the leases of everything that is leased and not acked.
+    beat (`Presence`): gives signs of life.
 
-Weights are swapped only while nothing runs, so a call has exactly one version. A request that was answered before (the
-message came again, or another replica was faster) is answered from the record; what this replica sampled is discarded.
+No call is taken before the memory that samples was proved to hold the current weights (`Swapper`); they are swapped
+only while nothing runs, so a call has exactly one version. A request that was answered before (the message came again,
+or another replica was faster) is answered from the record; what this replica sampled is discarded.
 """
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
 from turnmill.config import Config
-from turnmill.errors import GenerationFailed, RecordCorrupt
+from turnmill.errors import GenerationFailed, RecordCorrupt, WeightsUnproved
 from turnmill.generation.answers import (
     Job,
     Parent,
@@ -37,13 +37,15 @@ from turnmill.generation.answers import (
     sampled_of,
 )
 from turnmill.generation.engine import Engine, EngineCall, EngineResult
+from turnmill.generation.presence import Presence
 from turnmill.generation.recorder import Ended, Recorder
 from turnmill.generation.renderer import Renderer
 from turnmill.generation.replies import ends_at, read_reply, reads_calls
 from turnmill.generation.stability import warn_of_differences
 from turnmill.generation.stored import read_calls, read_paths
-from turnmill.ports import Leased, RunPorts, Write
-from turnmill.records import Call, ReplicaStatus, encode, replica_key
+from turnmill.generation.swapping import Swapper
+from turnmill.ports import Leased, RunPorts
+from turnmill.records import Call
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,9 @@ _LEASE_S = 10.0
 _WAIT_S = 0.5
 # How often an idle replica looks at the weight pointer.
 _IDLE_S = 0.05
+# How long a replica that is told to end lets its running calls go on: less than launchers wait before they force it.
+_DRAIN_S = 5.0
+# Of the versions served last, at least.
 _NUM_FINGERPRINTS = 8
 
 
@@ -67,18 +72,21 @@ async def run_replica(
     renderer: Renderer,
     stop: asyncio.Event,
 ) -> None:
-    """Serve `generate_request[index]` until `stop` is set; calls that run then are given back.
+    """Serve `generate_request[index]` until `stop` is set.
 
-    Raises `RecordCorrupt` when a stored call does not match its digest, and whatever a port raises: the process ends,
-    its leases run out and others answer.
+    Calls that run then are given back; where other replicas serve meanwhile, those that end soon are answered first.
+    Raises `WeightsUnproved` before it serves weights that are not those that were published, `RecordCorrupt` when a
+    stored call does not match its digest, and whatever a port raises: the process ends, its leases run out and others
+    answer.
     """
     await asyncio.to_thread(warn_of_differences, renderer)
     replica = _Replica(ports, run_id, name, index, config, engine, renderer, stop)
-    await replica.write_status()
+    await replica.presence.begin()
     serving = asyncio.create_task(replica.generate(), name=f"{name}-generate")
     helpers = [
         asyncio.create_task(replica.recorder.run(), name=f"{name}-record"),
         asyncio.create_task(replica.extend_leases(), name=f"{name}-leases"),
+        asyncio.create_task(replica.presence.beat(), name=f"{name}-beat"),
     ]
     try:
         # The helpers return only by raising.
@@ -88,8 +96,15 @@ async def run_replica(
                 task.result()
         await serving
         await replica.recorder.drain(helpers[0])
+        await replica.presence.end()
+    except WeightsUnproved as error:
+        logger.error("%s stops: %s", name, error)
+        # What was sampled before is as good as its version.
+        await replica.recorder.drain(helpers[0])
+        raise
     except RecordCorrupt as error:
         logger.error("%s stops: %s", name, error)
+        await replica.presence.end(str(error))
         raise
     finally:
         for task in (serving, *helpers):
@@ -119,12 +134,24 @@ class _Replica:
         self._engine = engine
         self._renderer = renderer
         self._stop = stop
-        self._fingerprints: dict[str, str] = {}
+        self.presence = Presence(
+            ports.records,
+            run_id,
+            name,
+            engine.version,
+            num_fingerprints=max(_NUM_FINGERPRINTS, config.max_staleness + 2),
+        )
+        self._swapper = Swapper(ports.weights, engine, self.presence)
         self._inbox: list[Leased] = []
         self._lease: asyncio.Task[list[Leased]] | None = None
         self._jobs: dict[str, Job] = {}
         # Requests that came again while this replica answers them; they stay leased until there is a record.
         self._repeats: list[Received] = []
+        # How many messages the last lease asked for, and whether so many came.
+        self._num_wanted = 0
+        self._is_full = True
+        # Messages may wait here that came while nobody served, and that others have answered since.
+        self._is_behind = config.generation_replicas > 1
         # Leased and neither acked nor released, with the time of the last extension.
         self._receipts: dict[str, float] = {}
         self.recorder = Recorder(ports, self._requests, self._receipts, run_id=run_id, replica=name)
@@ -134,52 +161,47 @@ class _Replica:
     async def generate(self) -> None:
         stopped = asyncio.create_task(self._stop.wait(), name=f"{self._name}-stop")
         try:
+            # Takes no message before.
+            while not (self._stop.is_set() or await self._swapper.follow()):
+                pass
             while not self._stop.is_set():
-                is_current = await self._follow_weights()
-                if is_current:
+                self._collect()
+                # Asked whenever calls could be admitted, and otherwise only when idle.
+                if (self._engine.num_running and not self._inbox) or await self._swapper.follow():
                     await self._admit()
                 if self._engine.num_running:
-                    for result in await asyncio.to_thread(self._engine.step):
-                        self._end(result)
+                    await self._step()
                 elif not self._inbox:
                     waiting = {stopped, self._lease} if self._lease else {stopped}
                     await asyncio.wait(waiting, timeout=_IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
         finally:
             stopped.cancel()
             await self._give_back()
 
-    async def _follow_weights(self) -> bool:
-        """Load the current version once nothing runs; False while that has to be waited for.
+    async def _step(self) -> None:
+        for result in await asyncio.to_thread(self._engine.step):
+            self._end(result)
 
-        Asked whenever calls could be admitted, and otherwise only when idle.
-        """
-        self._collect()
-        if self._engine.num_running and not self._inbox:
-            return True
-        current = await self._ports.weights.current()
-        if current is None or current.version == self._engine.version:
-            return True
-        if self._engine.num_running:
-            return False
-        try:
-            await asyncio.to_thread(self._engine.load, Path(current.location), current.version)
-        except RecordCorrupt:
-            if await self._ports.weights.current() == current:
-                raise
-            # This process was so slow that the trainer has gone on and removed that version: load the next one.
-            return False
-        await self.write_status()
-        return True
+    async def _drain(self) -> None:
+        """Take nothing any more; what runs goes on for a while, unless it waits for this replica's successor anyway."""
+        await self.presence.drain()
+        await self._give_back(with_running=False)
+        until = time.monotonic() + (_DRAIN_S if self._config.generation_replicas > 1 else 0.0)
+        while self._engine.num_running and time.monotonic() < until:
+            await self._step()
 
     def _collect(self) -> None:
         """Take what the pending lease brought, and ask for as much as there is room for."""
         if self._lease is not None and self._lease.done():
             lease, self._lease = self._lease, None
             brought = lease.result()
+            self._is_full = len(brought) == self._num_wanted
             self._inbox.extend(brought)
             self._receipts.update(dict.fromkeys((item.receipt for item in brought), time.monotonic()))
         room = self._engine.num_free - len(self._inbox)
         if self._lease is None and room > 0:
+            self._num_wanted = room
             self._lease = asyncio.create_task(
                 self._requests.lease(max_messages=room, lease_s=_LEASE_S, wait_s=_WAIT_S), name=f"{self._name}-lease"
             )
@@ -189,11 +211,12 @@ class _Replica:
         for kept in self.recorder.take_kept():
             self._engine.keep(kept.key, kept.digest)
         repeats = self._take_settled()
+        was_behind, self._is_behind = self._is_behind, self._is_behind and self._is_full
         if not self._inbox and not repeats:
             return
         leased, self._inbox = self._inbox, []
         received = [*repeats, *await self._decode(leased)]
-        recorded, parents = await self._look(received)
+        recorded, parents = await self._look(received, are_old=was_behind)
         missing: list[Job] = []
         claimed = self._jobs.keys() | self.recorder.unrecorded
         for item in received:
@@ -221,16 +244,17 @@ class _Replica:
         self._repeats = [item for item in self._repeats if item.key in claimed]
         return settled
 
-    async def _look(self, received: Sequence[Received]) -> tuple[dict[str, Call], dict[str, Parent]]:
+    async def _look(self, received: Sequence[Received], *, are_old: bool) -> tuple[dict[str, Call], dict[str, Parent]]:
         """The records of requests that may be answered already, and what the others go on from, by key.
 
-        A request that is new to the queue is not looked up: should it be answered all the same, its record stands.
+        A request that is new to the queue is not looked up, unless it may have waited here for long: should it be
+        answered all the same, its record stands.
         """
         known = self.recorder.parents
         parents = {
             item.parent_key: known[item.parent_key] for item in received if item.parent_key and item.parent_key in known
         }
-        answered = {item.key for item in received if item.is_repeated or item.key in known}
+        answered = {item.key for item in received if are_old or item.is_repeated or item.key in known}
         wanted = {item.parent_key for item in received if item.parent_key and item.parent_key not in parents}
         keys = sorted(answered | wanted)
         if not keys:
@@ -337,44 +361,31 @@ class _Replica:
         self._receipts.pop(receipt, None)
         await self._requests.release([receipt], delay_s=1.0)
 
-    async def _give_back(self) -> None:
+    async def _give_back(self, *, with_running: bool = True) -> None:
         """Release what is leased and not sampled to its end."""
         if self._lease is not None:
             self._inbox.extend(await self._lease)
             self._lease = None
-        receipts = [item.receipt for item in self._inbox] + [job.received.receipt for job in self._jobs.values()]
-        receipts += [item.receipt for item in self._repeats]
+        receipts = [item.receipt for item in self._inbox] + [item.receipt for item in self._repeats]
+        self._inbox, self._repeats = [], []
+        if with_running:
+            receipts += [job.received.receipt for job in self._jobs.values()]
         for receipt in receipts:
             self._receipts.pop(receipt, None)
         if receipts:
             await self._requests.release(receipts)
 
-    # ------------------------------------------------------------ leases and status
-
     async def extend_leases(self) -> None:
         """A lease that was lost all the same costs a second answer, which the record then discards."""
+        last = time.monotonic()
         while True:
             await asyncio.sleep(_LEASE_S / 6)
             now = time.monotonic()
+            if now - last > _LEASE_S:
+                # The process was stopped: others have had its calls meanwhile.
+                self._is_behind = self._config.generation_replicas > 1
+            last = now
             due = [receipt for receipt, extended in self._receipts.items() if now - extended > _LEASE_S / 3]
             if due:
                 await self._requests.extend(due, _LEASE_S)
                 self._receipts.update({receipt: now for receipt in due if receipt in self._receipts})
-
-    async def write_status(self) -> None:
-        """Say which version is served and what the memory that samples it looks like."""
-        version = self._engine.version
-        self._fingerprints.pop(str(version), None)
-        self._fingerprints[str(version)] = await asyncio.to_thread(self._engine.fingerprint)
-        for old in list(self._fingerprints)[:-_NUM_FINGERPRINTS]:
-            del self._fingerprints[old]
-        status = ReplicaStatus(
-            run_id=self._run_id,
-            replica=self._name,
-            version=version,
-            fingerprints=dict(self._fingerprints),
-            updated_at=time.time(),
-            pid=os.getpid(),
-        )
-        key = replica_key(self._run_id, self._name)
-        await self._ports.records.write([Write(key=key, value=encode(status), expected=None)])

@@ -85,6 +85,7 @@ def _faults(seen: Snapshot) -> Iterator[Diagnosis]:
     yield from _unreadable(seen)
     yield from _dead_control(seen)
     yield from _stopped(seen)
+    yield from _unproved(seen)
     yield from _refusing(seen)
     yield from _poison(seen)
     yield from _gone(seen)
@@ -154,11 +155,31 @@ def _stopped(seen: Snapshot) -> Iterator[Diagnosis]:
             )
 
 
+def _unproved(seen: Snapshot) -> Iterator[Diagnosis]:
+    """A replica whose memory was not what was published, and that has not proved to hold it since."""
+    for name, status in seen.replicas.items():
+        if status.num_refusals and status.error is not None:
+            yield Diagnosis(
+                role=name,
+                summary=f"{name} serves nothing: {status.error}",
+                evidence=(
+                    f"found {status.num_refusals} times in a row; no call was answered with these weights",
+                    "the file was altered after it was published, or the memory or disk of the machine fails",
+                ),
+                commands=(
+                    f"turnmill logs {seen.run.run_id}{_at(seen)} --role {name}",
+                    f"turnmill resume {seen.run.run_id}{_at(seen)}  # once the run has ended; makes the weights anew",
+                ),
+                log_lines=_last(seen, name),
+            )
+
+
 def _refusing(seen: Snapshot) -> Iterator[Diagnosis]:
     """A replica that can't load what is published ends, is started again with the base weights, and meets it again."""
     if seen.current is None or (seen.current_age_s or 0.0) < SWAP_S:
         return
-    for name, version in seen.served.items():
+    for name, status in seen.replicas.items():
+        version = status.version
         named = re.compile(rf"(?<![\d.]){re.escape(str(seen.current))}(?!\.?\d)")
         errors = [line for line in _last(seen, name) if named.search(line)]
         is_idle = seen.idle_s >= SWAP_S

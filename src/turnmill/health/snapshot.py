@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnmill.records import Run, RunStatus, Version
+from turnmill.records import ReplicaStatus, Run, RunStatus, Version
 
 CONTROL, TRAINER, PROXY = "control", "trainer", "proxy"
 
@@ -102,8 +102,8 @@ class Snapshot:
     # generate_request of each replica as `generate_request-<index>`.
     queues: Mapping[str, QueueView] = field(default_factory=dict)
     samples: SamplesView = SamplesView()
-    # What each replica serves, by its name.
-    served: Mapping[str, Version] = field(default_factory=dict)
+    # What each replica says of itself, by its name.
+    replicas: Mapping[str, ReplicaStatus] = field(default_factory=dict)
     # The version pointed to, and for how long.
     current: Version | None = None
     current_age_s: float | None = None

@@ -6,12 +6,23 @@ from turnmill.pipeline.baseline import load_baseline, pass_baseline
 from turnmill.pipeline.budget import TRAINER, budget_exceeded, check_budget, trainer_says
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.ports import Launcher, RoleSpec, RoleStatus
-from turnmill.records import ReplicaStatus, TrainingStatus, decode, replica_key, worker_key
+from turnmill.records import (
+    ReplicaState,
+    ReplicaStatus,
+    TrainingStatus,
+    decode,
+    replica_key,
+    replica_name,
+    worker_key,
+)
 
 # A role that died is started again this often: its work is leased again, a trainer goes on from its records.
 MAX_RESTARTS = 5
 # A job that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
 FINAL_EXIT_CODES = (0, 1, 2)
+# A replica twice in a row found other weights in its memory than were published, and says which.
+EXIT_REFUSED = 3
+REPLICA_FINAL_EXIT_CODES = (0, EXIT_REFUSED)
 # Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
 JOBS = (TRAINER, "preflight")
 PROXY = "proxy"
@@ -40,10 +51,6 @@ def thread_env(config: Config) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(config.torch_threads), "MKL_NUM_THREADS": str(config.torch_threads)}
 
 
-def replica_name(index: int) -> str:
-    return f"replica-{index}"
-
-
 async def start_generation(ctx: StageContext) -> Handle:
     names = [replica_name(i) for i in range(ctx.config.generation_replicas)]
     for name in names:
@@ -54,19 +61,22 @@ async def start_generation(ctx: StageContext) -> Handle:
                 run_id=ctx.run.run_id,
                 env=thread_env(ctx.config),
                 max_restarts=MAX_RESTARTS,
+                final_exit_codes=REPLICA_FINAL_EXIT_CODES,
             )
         )
     return {"replicas": names}
 
 
 async def poll_generation(ctx: StageContext, handle: Handle) -> Running | Done:
-    """Done when each replica has written what it serves."""
+    """Done when each replica has proved what it serves."""
     await check_roles(ctx.launcher)
     await check_budget(ctx)
     stored = await ctx.ports.records.get([replica_key(ctx.run.run_id, name) for name in handle["replicas"]])
-    ready = [decode(item.value, ReplicaStatus) for item in stored if item is not None]
+    found = [decode(item.value, ReplicaStatus) for item in stored if item is not None]
+    ready = [status for status in found if status.state is ReplicaState.SERVING]
     if len(ready) < len(handle["replicas"]):
-        return Running(detail=f"{len(ready)} of {len(handle['replicas'])} replicas are ready")
+        errors = "".join(f"; {status.error}" for status in found if status.error)
+        return Running(detail=f"{len(ready)} of {len(handle['replicas'])} replicas are ready{errors}")
     return Done(result={status.replica: str(status.version) for status in ready})
 
 

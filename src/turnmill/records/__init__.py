@@ -87,6 +87,14 @@ from turnmill.records.outcomes import (
     StopReason,
 )
 from turnmill.records.preflight import Check, PreflightReport, PreflightRequest
+from turnmill.records.replicas import (
+    GONE_AFTER_S,
+    HEARTBEAT_S,
+    ReplicaState,
+    ReplicaStatus,
+    live_replicas,
+    replica_name,
+)
 from turnmill.records.rollouts import (
     REWARD_RANGE,
     DeadSample,
@@ -105,7 +113,7 @@ from turnmill.records.training import (
     BatchState,
     Metric,
     Progress,
-    ReplicaStatus,
+    TaskOutcome,
     TrainingStatus,
     Version,
     WeightVersion,
@@ -116,7 +124,9 @@ from turnmill.records.uploads import Cause, DeadTrigger, RetryClaim, Upload, cau
 __all__ = [
     "ALERT_PREFIX",
     "DELIVERY_DEAD_LETTER_PREFIX",
+    "GONE_AFTER_S",
     "HANDED_OVER_PREFIX",
+    "HEARTBEAT_S",
     "LATEST_MODEL_PREFIX",
     "MIN_TEMPERATURE",
     "PROTOCOL_VERSION",
@@ -162,6 +172,7 @@ __all__ = [
     "Promotion",
     "PublishedModel",
     "Purpose",
+    "ReplicaState",
     "ReplicaStatus",
     "Reply",
     "ReplyTokens",
@@ -183,6 +194,7 @@ __all__ = [
     "StopReason",
     "Task",
     "TaskBaseline",
+    "TaskOutcome",
     "TrainingStatus",
     "Upload",
     "Version",
@@ -207,6 +219,7 @@ __all__ = [
     "encode",
     "handed_over_key",
     "latest_model_key",
+    "live_replicas",
     "metric_key",
     "metric_prefix",
     "occurrence_key",
@@ -214,6 +227,7 @@ __all__ = [
     "redriven_key",
     "redriven_prefix",
     "replica_key",
+    "replica_name",
     "retry_key",
     "run_key",
     "sample_key",

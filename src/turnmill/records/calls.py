@@ -82,8 +82,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One chat request and the calls that answer it: an entry in the log of all that a sample's attempts asked.
 
     The log is kept where several proxies serve a run: an entry is decided on all entries before it, and appended under
-    the next index or not at all, with all its choices. After that only `epoch` and `sent_at` (sent once more) and the
-    errors of its calls change.
+    the next index or not at all, with all its choices. After that only `epoch`, `sent_at` and `replica` (sent once
+    more) and the errors of its calls change.
     """
 
     run_id: str
@@ -114,8 +114,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     has_logprobs: bool = False
     has_token_ids: bool = False
     epoch: int = 0
-    # When the generate requests were last sent, or were about to be.
+    # When the generate requests were last sent, or were about to be, and to which of several replicas.
     sent_at: float = 0.0
+    replica: int = 0
 
     @property
     def key(self) -> str:

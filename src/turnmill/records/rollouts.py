@@ -74,6 +74,8 @@ class Reply:
     usage: dict[str, Any] = field(default_factory=dict)
     # None unless they were asked for (`return_token_ids`).
     tokens: ReplyTokens | None = None
+    # Of the call, by which its turn is given a reward; "" where whoever answers does not name its calls.
+    call_id: str = ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -128,6 +130,8 @@ class SampleRecord:
     deadline: float
     # 1 for the first lease; 0 before.
     attempt: int = 0
+    # When the attempt was leased; 0 before the first lease.
+    leased_at: float = 0.0
     # The last attempt before the sample was redriven; what it and those before it said is not replayed, and they count
     # no more against `max_attempts`. 0: never redriven.
     redriven_after: int = 0

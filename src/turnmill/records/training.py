@@ -42,6 +42,25 @@ class BatchState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskOutcome:
+    """One decided group of a task."""
+
+    task_id: str
+    # Of the group in the data; counts on over the epochs.
+    position: int
+    # Rollouts that ended, those without a reward included.
+    num_played: int
+    # Of them, with a reward; at least `success_threshold`; cut off at `max_length`.
+    num_valid: int
+    num_passed: int
+    num_truncated: int = 0
+    # Of the valid ones.
+    reward_sum: float
+    # None: too many were invalid, and the group was given up.
+    has_signal: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """Where in the data a trainer is, and what it has learned about the tasks."""
 
@@ -50,6 +69,8 @@ class Progress:
     # Decided groups that had signal, and all of them; older ones count less.
     seen_signal: float = 0.0
     seen_groups: float = 0.0
+    # Groups decided since the batch before, in the order in which they count (see `training.task_statistics`).
+    outcomes: tuple[TaskOutcome, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +136,6 @@ class TrainingStatus:
     checkpoint: str | None = None
     # Version that the final checkpoint holds.
     version: Version | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaStatus:
-    """What a replica serves; written by the replica at each weight swap."""
-
-    run_id: str
-    replica: str
-    version: Version
-    # Weight fingerprints that this replica computed from its own memory, by version text; the last few.
-    fingerprints: dict[str, str]
-    updated_at: float
-    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,9 @@ class _App:
         reply = await unless_gone(asking, receive)
         if reply is None:
             return
-        completion = _completion(reply, f"chatcmpl-{next(self._num_calls)}", str(body.get("model") or DEFAULT_MODEL))
+        # By the call's own id, the agent can say what the turn was worth.
+        completion_id = reply.call_id or f"chatcmpl-{next(self._num_calls)}"
+        completion = _completion(reply, completion_id, str(body.get("model") or DEFAULT_MODEL))
         if body.get("stream"):
             await send_events(send, completion, has_usage=_has_usage_chunk(body))
         else:

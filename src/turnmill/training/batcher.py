@@ -16,7 +16,7 @@ decided, so a short conversation is never favoured. Everything else follows from
 - When the batch closes, every played sample outside it is dropped as surplus. Those still being played are leaving:
   they are dropped when they end, so that the numbers of a step cover everything generated in it, long conversations
   included. The next batch goes on in data order right after the last group taken: a surplus task is drawn again and
-  every task is either trained or decided to have no signal.
+  every task is either trained or decided to have no signal. (A curriculum may pass over tasks: see `task_order`.)
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,9 @@ from enum import Enum, auto
 
 from turnmill.config import Config
 from turnmill.records import DropReason, Progress, Task
-from turnmill.training.task_order import TaskOrder
+from turnmill.training.task_order import order_of
+from turnmill.training.task_statistics import TaskTable, outcome_of
+from turnmill.training.useless import UselessGroups
 
 # Groups that the running share of groups with signal remembers, roughly.
 _MEMORY_GROUPS = 64
@@ -87,6 +89,10 @@ class _Group:
     num_replaced: int = 0
     # Of samples with a reward, where single turns are compared too: what they earned, without zeros at the end.
     turn_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    num_stale: int = 0
+    # Of the samples with a reward: what each earned by itself, and how many were cut off at `max_length`.
+    own_rewards: list[float] = field(default_factory=list)
+    num_truncated: int = 0
 
     @property
     def valid_ids(self) -> tuple[str, ...]:
@@ -104,13 +110,24 @@ class _Group:
 class BatchBuilder:
     """Collects one batch after another; the same ends in the same order give the same draws, drops and batches."""
 
-    def __init__(self, config: Config, tasks: Sequence[Task], *, prefix: str, progress: Progress = _BEGINNING) -> None:
-        """`prefix` makes group ids unique over the trainers of a run; `progress` is where to begin."""
+    def __init__(
+        self,
+        config: Config,
+        tasks: Sequence[Task],
+        *,
+        prefix: str,
+        progress: Progress = _BEGINNING,
+        table: TaskTable | None = None,
+    ) -> None:
+        """`prefix` makes group ids unique over the trainers of a run; `progress` and `table` are where to begin."""
         self._size = config.number_generation
         self._groups_wanted = config.groups_per_batch
         self._num_slots = config.global_batch_size
         self._max_groups = self._groups_wanted * (1 + config.max_refill_rounds)
-        self._order = TaskOrder(tasks, seed=config.seed, shuffle=config.shuffle)
+        self._threshold = config.success_threshold
+        self._table = table or TaskTable()
+        self._order = order_of(config, tasks, self._table.statistics)
+        self.useless = UselessGroups(config)
         self._prefix = prefix
         self._num_drawn = 0
         # Position in the data from which the batch being collected draws: right behind the last group taken.
@@ -125,7 +142,12 @@ class BatchBuilder:
     @property
     def progress(self) -> Progress:
         """Where another builder may go on; right after `close`."""
-        return Progress(position=self.position, seen_signal=self._seen_signal, seen_groups=self._seen_groups)
+        return Progress(
+            position=self.position,
+            seen_signal=self._seen_signal,
+            seen_groups=self._seen_groups,
+            outcomes=self._table.outcomes,
+        )
 
     # ------------------------------------------------------------ what to play
 
@@ -194,19 +216,33 @@ class BatchBuilder:
         last = max((turn for turn, reward in enumerate(rewards) if reward), default=-1)
         self._group_of[sample_id].turn_rewards[sample_id] = tuple(rewards[: last + 1])
 
-    def end(self, sample_id: str, reward: float | None, *, stale: bool = False) -> list[Drop]:
-        """An owned sample ended with a reward, or without one (invalid); a stale one is dropped and replaced."""
+    def end(
+        self,
+        sample_id: str,
+        reward: float | None,
+        *,
+        stale: bool = False,
+        own_reward: float | None = None,
+        is_truncated: bool = False,
+    ) -> list[Drop]:
+        """An owned sample ended with a reward, or without one (invalid); a stale one is dropped and replaced.
+
+        `own_reward` is without what its group added; None where that is nothing.
+        """
         group = self._group_of[sample_id]
         group.open_ids.remove(sample_id)
         drops: list[Drop] = []
         if stale:
             drops.append(Drop(sample_id=sample_id, reason=DropReason.STALE))
         if stale or reward is None:
+            group.num_stale += stale
             group.num_replaced += 1
             if group.num_replaced > self._size:
                 drops += self._decide(group, _State.ABANDONED)
             return drops
         group.rewards[sample_id] = reward
+        group.own_rewards.append(reward if own_reward is None else own_reward)
+        group.num_truncated += is_truncated
         if len(group.rewards) == self._size:
             drops += self._decide(group, _State.SIGNAL if group.is_mixed else _State.NO_SIGNAL)
         return drops
@@ -218,6 +254,7 @@ class BatchBuilder:
 
     def _decide(self, group: _Group, state: _State) -> list[Drop]:
         group.state = state
+        self._note(group)
         if state is not _State.ABANDONED:
             forget = 1 - 1 / _MEMORY_GROUPS
             self._seen_signal = self._seen_signal * forget + (state is _State.SIGNAL)
@@ -226,6 +263,20 @@ class BatchBuilder:
             return []
         reason = DropReason.NO_SIGNAL if state is _State.NO_SIGNAL else DropReason.SURPLUS
         return self._release(group, reason)
+
+    def _note(self, group: _Group) -> None:
+        """What a decided group says of its task."""
+        outcome = outcome_of(
+            group.task.id,
+            group.position,
+            group.own_rewards,
+            num_invalid=group.num_replaced - group.num_stale,
+            num_truncated=group.num_truncated,
+            threshold=self._threshold,
+            has_signal=None if group.state is _State.ABANDONED else group.state is _State.SIGNAL,
+        )
+        self._table.note(outcome)
+        self.useless.count(outcome)
 
     def _release(self, group: _Group, reason: DropReason) -> list[Drop]:
         """Drop the group's valid samples and let the open ones leave; invalid and stale ones are accounted for."""
@@ -273,6 +324,7 @@ class BatchBuilder:
             drops=tuple(drop for group in rest for drop in self._give_up(group, DropReason.SURPLUS)),
         )
         self.position = considered[-1].position + 1
+        self._table.close(has_batch=bool(closed.groups))
         self._groups = []
         self._group_of = {}
         return closed
@@ -284,6 +336,7 @@ class BatchBuilder:
         self._groups = []
         self._group_of = {}
         self.leaving = set()
+        self._table.forget()
         return drops
 
     def _give_up(self, group: _Group, reason: DropReason) -> list[Drop]:

@@ -111,6 +111,7 @@ class Collector:
                     await self.cancel()
                     return None
                 await self._take(ended, tally, num_steps)
+                self.builder.useless.check(self.last_invalid)
                 self._offer()
         finally:
             stopped.cancel()
@@ -219,7 +220,8 @@ class Collector:
             else:
                 if sample.reward is not None and not stale:
                     self._keep(sample, calls[sample.sample_id])
-                drops += self.builder.end(sample.sample_id, sample.reward, stale=stale)
+                is_truncated = sample.stop_reason == StopReason.MAX_LENGTH
+                drops += self.builder.end(sample.sample_id, sample.reward, stale=stale, is_truncated=is_truncated)
         await self._drop(drops, tally)
         for sample in ended:
             await self._score(sample, tally)
@@ -245,7 +247,12 @@ class Collector:
         for sample, calls in scored.members:
             if scored.failure is None:
                 self._keep(sample, calls)
-                drops += self.builder.end(sample.sample_id, sample.trained_reward)
+                drops += self.builder.end(
+                    sample.sample_id,
+                    sample.trained_reward,
+                    own_reward=sample.reward,
+                    is_truncated=sample.stop_reason == StopReason.MAX_LENGTH,
+                )
             else:
                 drops.append(Drop(sample_id=sample.sample_id, reason=DropReason.UNSCORED))
                 # One of them too many, and the rest of the group is leaving.

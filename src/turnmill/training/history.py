@@ -8,7 +8,7 @@ next one can't put right.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from turnmill.errors import Conflict, RecordCorrupt
@@ -63,8 +63,13 @@ async def live_batches(records: RecordStore, run_id: str) -> list[StoredBatch]:
     Two trainers can both have recorded a batch of one step only if the first had lost its run already: the later
     one's counts.
     """
+    return live_of(run_id, await scan_all(records, batch_prefix(run_id)))
+
+
+def live_of(run_id: str, found: Iterable[Stored]) -> list[StoredBatch]:
+    """`live_batches` of a run's batch records."""
     by_step: dict[int, StoredBatch] = {}
-    for stored in await scan_all(records, batch_prefix(run_id)):
+    for stored in found:
         batch = decode(stored.value, Batch)
         if batch.key != stored.key:
             raise RecordCorrupt(f"record {stored.key} holds the batch {batch.key}")

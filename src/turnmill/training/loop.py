@@ -28,13 +28,15 @@ from turnmill.records import Batch, Metric, Progress, Run, Task, Version
 from turnmill.training import snapshot
 from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder, Closed
-from turnmill.training.checkpoint import Checkpoints, Manifest, export
+from turnmill.training.checkpoint import Checkpoints, Manifest, export, writing
 from turnmill.training.collector import Collected, Collector, RolloutSource
+from turnmill.training.history import live_batches
 from turnmill.training.keeper import Keeper
 from turnmill.training.resume import resume
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper, Taken
 from turnmill.training.tally import Tally, step_values
+from turnmill.training.task_statistics import TaskTable, write_statistics
 from turnmill.training.trainer import StepResult, Trainer, threads_alone
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ async def train(
             # On the way to the last recorded step the weights are those of an earlier one: nothing to export.
             await status.write("cancelled", status.step)
             return
-        builder = BatchBuilder(config, tasks, prefix=f"{status.incarnation}.", progress=progress)
+        prefix = f"{status.incarnation}."
+        builder = BatchBuilder(config, tasks, prefix=prefix, progress=progress, table=training.tasks)
         allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
         collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop, allowance)
         state = await training.steps(collector, stop)
@@ -108,6 +111,11 @@ class _Training:
         self._keeper = Keeper(ports.checkpoints, self._checkpoints) if ports.checkpoints is not None else None
         # Step and incarnation of the batches that have a metric.
         self._told: set[tuple[int, int]] = set()
+        # What the recorded batches say of the tasks: all of them, and those up to the step that was told last.
+        self.tasks = TaskTable()
+        self._told_tasks = TaskTable()
+        # By step, those that are not told.
+        self._untold: dict[int, Batch] = {}
         self._last: Batch | None = None
         self._tally = Tally()
         self._num_empty = 0
@@ -129,6 +137,9 @@ class _Training:
         """Go to the last recorded step; where in the data to go on, None when asked to stop before."""
         metrics = await self._ports.metrics.read(self._run_id)
         self._told = {(metric.step, metric.incarnation) for metric in metrics}
+        recorded = [item.batch for item in await live_batches(self._ports.records, self._run_id)]
+        self.tasks = TaskTable.of(recorded)
+        self._untold = {batch.step: batch for batch in recorded}
         return await resume(
             self._ports.records,
             self._run_id,
@@ -158,7 +169,7 @@ class _Training:
             collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
             if collected is None:
                 return "cancelled" if stop.is_set() else "exhausted"
-            self._check_progress(collected.closed, collector.last_invalid, *before)
+            self._check_progress(collected.closed, collector, *before)
             if collected.groups:
                 await self._train(collector, collected)
         return "succeeded"
@@ -196,7 +207,7 @@ class _Training:
         if telling is not None:
             await telling
 
-    def _check_progress(self, closed: Closed, last_invalid: str, ended_before: int, failed_before: int) -> None:
+    def _check_progress(self, closed: Closed, collector: Collector, ended_before: int, failed_before: int) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""
         num_ended = self._tally.num_ended - ended_before
         num_invalid = self._tally.num_failed - failed_before
@@ -206,7 +217,7 @@ class _Training:
         if self._num_mostly_invalid == MAX_INVALID_ROUNDS:
             raise NoProgress(
                 f"more than half of the samples were invalid in {MAX_INVALID_ROUNDS} steps running; in the last one "
-                f"{num_invalid} of {num_ended}, and the last of them {last_invalid}. The environment "
+                f"{num_invalid} of {num_ended}, and the last of them {collector.last_invalid}. The environment "
                 "or the infrastructure fails, not the policy"
             )
         if self._num_empty:
@@ -214,12 +225,16 @@ class _Training:
         if self._num_empty == MAX_EMPTY_ROUNDS:
             raise NoProgress(
                 f"{MAX_EMPTY_ROUNDS} steps in a row without a group whose rewards differ: {self._tally.describe()}. "
-                "The tasks are too hard or too easy for this model, or the reward does not tell good from bad"
+                f"{collector.builder.useless.diagnosis(collector.last_invalid)}"
             )
 
     async def _finish(self, batch: Batch, result: StepResult) -> None:
         """What follows from an applied batch, as far as it was not done before: metric, checkpoint, status."""
         self._last = batch
+        self._untold[batch.step] = batch
+        # A checkpoint that was loaded holds steps that are not told again.
+        while self._told_tasks.num_steps < batch.step:
+            self._told_tasks.add(self._untold.pop(self._told_tasks.num_steps + 1))
         if (batch.step, batch.incarnation) not in self._told:
             await self._write_metric(batch, result)
         if batch.step % self._config.save_steps == 0:
@@ -255,10 +270,15 @@ class _Training:
             state_digest=await asyncio.to_thread(snapshot.state_digest, self._trainer),
             reward_mean=batch.values.get("reward_mean"),
         )
-        await asyncio.to_thread(self._checkpoints.save, manifest, lambda folder: snapshot.save(self._trainer, folder))
+        await asyncio.to_thread(self._checkpoints.save, manifest, self._write_checkpoint)
         failpoints.hit("checkpoint-saved")
         if self._keeper is not None:
             self._keeper.look()
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        snapshot.save(self._trainer, folder)
+        with writing(folder):
+            write_statistics(self._told_tasks.statistics, folder)
 
     def _manifest(self, position: int) -> Manifest:
         return Manifest(

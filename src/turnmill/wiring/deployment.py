@@ -29,7 +29,7 @@ from turnmill.intake.trigger import Intake
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stages import FIRST_STAGE
 from turnmill.ports import Write
-from turnmill.records import QUEUED_PREFIX, Alert, Run, RunStatus, Upload
+from turnmill.records import QUEUED_PREFIX, Alert, Run, RunKind, RunStatus, Upload
 from turnmill.telemetry import also_logged, log_as_run
 from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import as_seen, list_runs
@@ -62,7 +62,7 @@ class Layers:
 
     def resolve(self, sidecar: Path | None) -> Resolved:
         """Raises `ConfigError`."""
-        return resolve(file=self.file, environ=self.environ, flags=self.flags, sidecar=sidecar)
+        return resolve(file=self.file, environ=self.environ, flags=self.flags, sidecar=sidecar, kind=RunKind.TRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)

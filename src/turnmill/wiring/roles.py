@@ -16,9 +16,10 @@ from turnmill import assets
 from turnmill.config import Config, from_dict
 from turnmill.environment.base import Environment
 from turnmill.environment.registry import EnvironmentKind, find, is_built_in, load_built_in
-from turnmill.errors import InvalidInput
+from turnmill.errors import InvalidInput, WeightsUnproved
 from turnmill.pipeline.engine import load_run
 from turnmill.pipeline.preparing import request_key
+from turnmill.pipeline.processes import EXIT_REFUSED
 from turnmill.ports import RunPorts
 from turnmill.records import EnvironmentChoice, PreflightRequest, Purpose, Run, RunKind, decode
 from turnmill.rollout.box.isolation import Settings
@@ -46,7 +47,8 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
     """The one entry point of every role process; returns when the role is done or was asked to stop.
 
     Raises `SystemExit` for a service that was asked to stop: with exit code 0 nobody would start it again
-    when the request came from somebody else than the launcher, and the run would wait for it for ever.
+    when the request came from somebody else than the launcher, and the run would wait for it for ever. And for a
+    replica whose start once more would be of no use, which has said why.
     """
     configure_logging(name, run_id=run_id, form=variables.log_format())
     starters: dict[str, Callable[[Path, str, str, asyncio.Event], Coroutine[Any, Any, None]]] = {
@@ -59,7 +61,12 @@ def run_role(role: str, *, root: Path, run_id: str, name: str) -> None:
     for module in _HEAVY.get(role, ()):
         # Before SIGTERM is caught: nothing is held yet, so it may end the process there and then.
         import_module(module)
-    run_loop(_until_stopped(lambda stop: starters[role](root.absolute(), run_id, name, stop)))
+    try:
+        run_loop(_until_stopped(lambda stop: starters[role](root.absolute(), run_id, name, stop)))
+    except WeightsUnproved as error:
+        if not error.is_final:
+            raise
+        raise SystemExit(EXIT_REFUSED) from error
     if role in _SERVICES:
         raise SystemExit(_EXIT_TOLD_TO_STOP)
 

@@ -57,6 +57,17 @@ def rows(name: str, content: str | bytes, *says: str) -> Bad:
 
 CONFIGURATIONS = [
     toml("an unknown key", "max_stepz = 3\n", "max_stepz = 3 (run.toml:1)", "no such parameter", "max_steps?"),
+    toml(
+        "a key that nothing reads",
+        "curriculum_low = 0.2\n",
+        "curriculum_low = 0.2 (run.toml:1) would do nothing: it is read with curriculum = pass_rate alone",
+        "files of their own",
+    ),
+    flags(
+        "a flag that nothing reads",
+        ["--age-tolerance", "1"],
+        "age_tolerance = 1 (--age-tolerance) would do nothing: it is read with rollout_strategy = off_policy_async",
+    ),
     toml("a key far from any", "zzz = 1\n", "zzz = 1 (run.toml:1): no such parameter; `turnmill run --help` lists"),
     toml(
         "text for a number",

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from turnmill.cli.commands import turnmill
 from turnmill.cli.errors import SuggestingGroup, run_cli
-from turnmill.cli.options import TRAINING, CommandWithParameters, collect_flags, config_options
+from turnmill.cli.options import TRAINING_ALONE, CommandWithParameters, collect_flags, config_options
 from turnmill.config import describe, load_config
 from turnmill.errors import BackendUnavailable, Cancelled, DataError
 
@@ -103,7 +103,7 @@ def test_commands_keep_the_order_in_which_they_were_added() -> None:
 
 
 def test_what_an_evaluation_has_no_use_for_names_parameters() -> None:
-    assert {parameter.name for parameter in describe()} >= TRAINING
+    assert {parameter.name for parameter in describe()} >= TRAINING_ALONE
 
 
 def test_options_are_collected_as_typed_and_only_where_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,7 @@ def root(tmp_path: Path) -> Path:
         attempt=2,
         reward=0.5,
         metrics={"turns": 3.0},
+        turn_rewards={"peru_0_3": -0.25},
         stop_reason="end_of_conversation",
         calls=tuple(call.call_id for call in calls[:-1]),
     )
@@ -158,6 +159,7 @@ def test_a_rollout_shows_tool_calls_choices_and_branches(root: Path) -> None:
         "peru_0_1 · choice 1 of 2 · 2 tokens · stop · weights 1.4",
         "assistant In Lima.",
         "user      Sure?",
+        "weights 1.4 · turn reward -0.25",
         "assistant Yes.",
         "branch: goes on from peru_0_0",
         "peru_0_2 · choice 2 of 2",
@@ -177,6 +179,7 @@ def test_json_holds_all_of_it(root: Path) -> None:
     first, *_, lost = train["calls"]
     assert first["reply"]["tool_calls"][0]["function"]["name"] == "look_up"
     assert (first["is_used"], lost["is_used"], lost["parent"]) == (True, False, "peru_0_2")
+    assert [call["turn_reward"] for call in train["calls"]] == [None, None, None, -0.25, None, None]
     assert (first["num_prompt_tokens"], first["num_sampled_tokens"], first["num_trained_tokens"]) == (1, 2, 2)
 
 

@@ -1,24 +1,26 @@
 """`turnmill doctor` on folders of runs: whom it is about, what it prints, and its exit code."""
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from turnmill.backends.embedded import only_one, open_root_records
+from turnmill.backends.embedded import only_one, open_root_records, open_run
 from turnmill.cli.commands import turnmill
 from turnmill.cli.errors import run_cli
 from turnmill.pipeline.engine import RunRecord
-from turnmill.records import Run, RunStatus, StageRecord
+from turnmill.ports import Write
+from turnmill.records import ReplicaStatus, Run, RunStatus, StageRecord, Version, encode, replica_key
 from turnmill.wiring.event_loop import run_loop
 
 # No process has it.
 NO_PID = 2**22 + 1
 
 
-def make_run(root: Path, run_id: str, status: RunStatus, error: str | None = None) -> Run:
+def make_run(root: Path, run_id: str, status: RunStatus, error: str | None = None, *, pid: int = NO_PID) -> Run:
     state = "failed" if status is RunStatus.FAILED else "running"
     run = Run(
         run_id=run_id,
@@ -30,7 +32,7 @@ def make_run(root: Path, run_id: str, status: RunStatus, error: str | None = Non
         data_path="tasks.jsonl",
         stages=(StageRecord(name="SubmitTraining", state=state, started_at=time.time(), error=error),),
         error=error,
-        pid=NO_PID,
+        pid=pid,
     )
 
     async def write() -> None:
@@ -100,3 +102,34 @@ def test_a_look_at_a_run_that_ended_makes_no_file(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     doctor(tmp_path, "r1")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_replica_says_of_itself_is_shown_by_doctor_and_status(tmp_path: Path) -> None:
+    make_run(tmp_path, "r1", RunStatus.ACTIVE, pid=os.getpid())
+    status = ReplicaStatus(
+        run_id="r1",
+        replica="replica-0",
+        version=Version(incarnation=1, n=4),
+        next_version=Version(incarnation=1, n=5),
+        fingerprints={},
+        updated_at=time.time(),
+        pid=NO_PID,
+    )
+
+    async def write() -> None:
+        ports = open_run(tmp_path, "r1", num_replicas=1)
+        try:
+            key = replica_key("r1", status.replica)
+            await ports.records.write([Write(key=key, value=encode(status), expected=0)])
+        finally:
+            ports.close()
+
+    run_loop(write())
+    words = "replica-0 serves version 1.4; draining to load version 1.5; heard of"
+    assert words in doctor(tmp_path, "r1").output
+    assert words in CliRunner().invoke(turnmill, ["status", "r1", "--root", str(tmp_path)]).output
+    (told,) = json.loads(doctor(tmp_path, "r1", "--json").output)["replicas"]
+    assert (told["state"], told["version"], told["next_version"]) == ("serving", "1.4", "1.5")
+    asked = CliRunner().invoke(turnmill, ["status", "r1", "--json", "--root", str(tmp_path)])
+    (told,) = json.loads(asked.output)["replicas"]
+    assert (told["replica"], told["state"]) == ("replica-0", "serving")

@@ -18,7 +18,20 @@ from turnmill.backends.embedded.restarts import note_restart
 from turnmill.control_api.exposition import MOST_OPEN, NUM_ENDED, Exposition
 from turnmill.control_api.sparing import Sparing
 from turnmill.ports import Message, Write
-from turnmill.records import Alert, AlertKind, Cause, Purpose, RunStatus, SampleState, Severity, encode
+from turnmill.records import (
+    Alert,
+    AlertKind,
+    Cause,
+    Purpose,
+    ReplicaState,
+    ReplicaStatus,
+    RunStatus,
+    SampleState,
+    Severity,
+    Version,
+    encode,
+    replica_key,
+)
 from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import began
 
@@ -77,6 +90,16 @@ async def test_figures_of_a_run_are_those_of_its_records(tmp_path: Path) -> None
     ports = open_run(tmp_path, "one", num_replicas=1)
     await ports.rollout_request.send([Message(body=b"x", group=name, dedup_id=None) for name in "abc"])
     await ports.rollout_request.lease(max_messages=1, lease_s=60)
+    status = ReplicaStatus(
+        run_id="one",
+        replica="replica-0",
+        version=Version(incarnation=1, n=2),
+        fingerprints={},
+        updated_at=103.0,
+        pid=1,
+        state=ReplicaState.DRAINING,
+    )
+    await ports.records.write([Write(key=replica_key("one", "replica-0"), value=encode(status), expected=0)])
     ports.close()
     for role in ("replica-0", "worker-0", "replica-0"):
         note_restart(tmp_path / "runs" / "one" / "restarts.jsonl", role, -9)
@@ -97,6 +120,9 @@ async def test_figures_of_a_run_are_those_of_its_records(tmp_path: Path) -> None
         assert found.value("turnmill_run_samples", run="one", purpose=purpose, state=sample_state) == number
     assert found.value("turnmill_run_samples", run="one", purpose="train", state="trained") == 5
     assert found.value("turnmill_run_role_restarts_total", run="one", role="replica-0") == 2
+    replica = {"run": "one", "replica": "replica-0"}
+    assert found.value("turnmill_replica", **replica, state="draining", version="1.2") == 1
+    assert found.value("turnmill_replica_heard_timestamp_seconds", **replica) == 103.0
     for state, number in (("available", 2), ("in_flight", 1), ("delayed", 0), ("dead", 0)):
         assert found.value("turnmill_queue_messages", run="one", queue="rollout_request", state=state) == number
     assert found.value("turnmill_queue_sent_messages_total", run="one", queue="rollout_request") == 3

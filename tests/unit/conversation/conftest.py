@@ -376,8 +376,11 @@ async def responding(ports: RunPorts, run: Run) -> None:
 
 
 @asynccontextmanager
-async def open_world(root: Path, config: Config = CONFIG, form: Form = Form.LONE) -> AsyncIterator[World]:
-    ports = open_run(root, RUN_ID, num_replicas=1)
+async def open_world(
+    root: Path, config: Config = CONFIG, form: Form = Form.LONE, *, num_replicas: int = 1
+) -> AsyncIterator[World]:
+    """Of several replicas the first one is there; the others are the test's own."""
+    ports = open_run(root, RUN_ID, num_replicas=num_replicas)
     try:
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession())

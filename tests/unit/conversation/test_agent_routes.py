@@ -100,6 +100,7 @@ async def test_a_text_is_gone_on_with(world: "World") -> None:
     first, second = answer.body["choices"]
     assert first == {
         "index": 0,
+        "call_id": "task_0_0",
         "text": "answer task_0_0",
         "finish_reason": "stop",
         "logprobs": None,

@@ -19,7 +19,6 @@ from turnmill.conversation.branches import (
     request_digest,
     request_identity,
 )
-from turnmill.conversation.calls import rendezvous
 from turnmill.records import Call, FinishReason, Purpose, Sampling
 
 
@@ -257,12 +256,3 @@ def test_the_identity_of_a_request_covers_its_parameters() -> None:
         request_identity(b"h", Sampling(), "auto", 2),
     ]
     assert len({base, *others}) == 5
-
-
-def test_rendezvous_spreads_samples_and_moves_only_those_of_a_lost_replica() -> None:
-    samples = [f"task-{index}_0" for index in range(4000)]
-    four = {sample: rendezvous(sample, 4) for sample in samples}
-    shares = [list(four.values()).count(index) for index in range(4)]
-    assert all(850 < share < 1150 for share in shares)
-    three = {sample: rendezvous(sample, 3) for sample in samples}
-    assert all(three[sample] == four[sample] for sample in samples if four[sample] != 3)

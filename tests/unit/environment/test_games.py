@@ -114,7 +114,7 @@ async def test_a_step_that_returns_no_observation_is_the_environment_s_fault() -
     for told in (None, 5, [], [5], True):
         result, _ = await play(Silent(told), "1")
         assert (result.reward, result.reason) == (None, InvalidReason.ENV_ERROR)
-        assert "step must return a text, messages or an End" in str(result.detail)
+        assert "step must return a text, messages, a Step or an End" in str(result.detail)
 
 
 async def test_an_error_of_the_model_s_side_is_not_swallowed() -> None:

@@ -14,7 +14,18 @@ from turnmill.generation.renderer import Renderer
 from turnmill.generation.replica import run_replica
 from turnmill.generation.transformers_engine import TransformersEngine
 from turnmill.ports import Message, RunPorts
-from turnmill.records import Call, GenerateRequest, GenerateResponse, Purpose, Sampling, call_key, decode, encode
+from turnmill.records import (
+    Call,
+    GenerateRequest,
+    GenerateResponse,
+    Purpose,
+    ReplicaStatus,
+    Sampling,
+    call_key,
+    decode,
+    encode,
+    replica_key,
+)
 from turnmill.weights import fingerprint
 
 Plain = Callable[..., list[float]]
@@ -50,17 +61,24 @@ class CountingEngine(TransformersEngine):
 
 @contextlib.asynccontextmanager
 async def serving(
-    ports: RunPorts, engine: TransformersEngine, folder: Path, *, index: int = 0, seed: int = 0
+    ports: RunPorts,
+    engine: TransformersEngine,
+    folder: Path,
+    *,
+    index: int = 0,
+    seed: int = 0,
+    stop: asyncio.Event | None = None,
+    num_replicas: int = 1,
 ) -> AsyncIterator["asyncio.Task[None]"]:
-    """A running replica; it is stopped at the end, and must have ended well."""
-    stop = asyncio.Event()
+    """A running replica, one of so many; it is stopped at the end, or by `stop`, and must have ended well."""
+    stop = stop or asyncio.Event()
     task = asyncio.create_task(
         run_replica(
             ports,
             run_id="run",
             name=f"replica-{index}",
             index=index,
-            config=Config(seed=seed, max_length=512),
+            config=Config(seed=seed, max_length=512, generation_replicas=num_replicas),
             engine=engine,
             renderer=Renderer(folder),
             stop=stop,
@@ -101,6 +119,13 @@ async def ask(ports: RunPorts, request: GenerateRequest, index: int = 0) -> Gene
     await send(ports, request, index)
     (response,) = await receive(ports)
     return response
+
+
+async def status_of(ports: RunPorts, index: int = 0) -> ReplicaStatus:
+    """What the replica says of itself."""
+    (stored,) = await ports.records.get([replica_key("run", f"replica-{index}")])
+    assert stored is not None
+    return decode(stored.value, ReplicaStatus)
 
 
 async def recorded(ports: RunPorts, call_id: str) -> Call:

@@ -18,7 +18,7 @@ from turnmill.health.snapshot import (
     Snapshot,
     Troubled,
 )
-from turnmill.records import ErrorClass, Run, RunStatus, StageRecord, Version
+from turnmill.records import ErrorClass, ReplicaState, ReplicaStatus, Run, RunStatus, StageRecord, Version
 
 LIMIT_S = 100.0
 RUN = Run(
@@ -46,6 +46,19 @@ def processes(**states: ProcessState) -> tuple[ProcessView, ...]:
     return tuple(view(name, found.get(name, ProcessState.ALIVE)) for name in NAMES)
 
 
+def serving(incarnation: int, n: int, **changes: Any) -> dict[str, ReplicaStatus]:
+    """What the only replica says of itself."""
+    status = ReplicaStatus(
+        run_id="r1",
+        replica="replica-0",
+        version=Version(incarnation=incarnation, n=n),
+        fingerprints={},
+        updated_at=0.0,
+        pid=101,
+    )
+    return {"replica-0": replace(status, **changes)}
+
+
 MOVING = Snapshot(
     run=RUN,
     root=".turnmill",
@@ -60,7 +73,7 @@ MOVING = Snapshot(
         "rollout_response": QueueView(),
     },
     samples=SamplesView(by_state={"requested": 3, "leased": 2}),
-    served={"replica-0": Version(incarnation=1, n=4)},
+    replicas=serving(1, 4),
     current=Version(incarnation=1, n=4),
     current_age_s=50.0,
     free_bytes=10 << 30,
@@ -92,9 +105,9 @@ def test_what_waits_for_less_than_the_limit_is_no_stall(idle_s: float) -> None:
 
 
 def test_a_replica_that_still_finishes_calls_with_the_weights_before_is_not_blamed() -> None:
-    served = {"replica-0": Version(incarnation=1, n=3)}
-    assert roles(replace(MOVING, served=served, current_age_s=1.0, idle_s=1.0)) == []
-    assert roles(replace(MOVING, served=served, idle_s=1.0)) == []
+    replicas = serving(1, 3)
+    assert roles(replace(MOVING, replicas=replicas, current_age_s=1.0, idle_s=1.0)) == []
+    assert roles(replace(MOVING, replicas=replicas, idle_s=1.0)) == []
 
 
 def test_messages_that_came_twice_are_no_poison() -> None:
@@ -159,9 +172,18 @@ def test_messages_that_share_the_deaths_of_their_consumer_are_not_blamed_for_the
 
 def test_a_replica_that_says_that_it_refuses_the_current_weights_is_named() -> None:
     logs = {"replica-0": ("ERROR weights/versions/1.4/model.safetensors is damaged",)}
-    seen = replace(MOVING, served={"replica-0": Version(incarnation=0, n=0)}, logs=logs, idle_s=20.0)
+    seen = replace(MOVING, replicas=serving(0, 0), logs=logs, idle_s=20.0)
     (found,) = examine(seen).diagnoses
     assert found.role == "replica-0" and "does not take 1.4" in found.summary
+
+
+def test_a_replica_whose_memory_is_not_what_was_published_is_named_with_what_it_found() -> None:
+    error = "its memory does not hold version 1.4: the fingerprint is aa, published was bb (weights/1.4)"
+    refused = serving(0, 0, state=ReplicaState.STOPPED, error=error, num_refusals=1)
+    for seen in (MOVING, replace(MOVING, replicas=refused), replace(MOVING, replicas=serving(1, 4, error=None))):
+        found = examine(seen).diagnoses
+        assert [diagnosis.role for diagnosis in found] == (["replica-0"] if seen.replicas is refused else [])
+    assert error in examine(replace(MOVING, replicas=refused)).diagnoses[0].summary
 
 
 # ---------------------------------------------------------------- suspects of a stall
@@ -337,8 +359,8 @@ def test_news_that_nobody_takes_are_control_s_where_there_is_no_trainer() -> Non
 
 @pytest.mark.parametrize("line", ["took 11.4 s", "10.1.4.2 has connected", "took 1.45 s"])
 def test_a_number_that_looks_like_a_version_is_no_refusal(line: str) -> None:
-    served = {"replica-0": Version(incarnation=1, n=3)}
-    assert roles(replace(MOVING, served=served, idle_s=20.0, logs={"replica-0": (line,)})) == []
+    replicas = serving(1, 3)
+    assert roles(replace(MOVING, replicas=replicas, idle_s=20.0, logs={"replica-0": (line,)})) == []
 
 
 def test_calls_that_wait_for_a_foreign_generator_are_not_laid_to_a_process_of_ours() -> None:

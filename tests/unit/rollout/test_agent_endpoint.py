@@ -86,6 +86,15 @@ async def test_an_agent_with_tools_plays_and_the_rollout_knows_each_call() -> No
     assert len(chat.turns) == 2
 
 
+async def test_the_id_of_a_completion_is_that_of_the_call_by_which_its_turn_is_given_a_reward() -> None:
+    async def agent(endpoint: Endpoint) -> None:
+        assert (await said(endpoint)).id == "call-1"
+
+    _, chat = await played(agent, "In Rome.")
+
+    assert [turn.reply.call_id for turn in chat.turns] == ["call-1"]
+
+
 async def test_a_synchronous_agent_plays_in_a_thread() -> None:
     async def agent(endpoint: Endpoint) -> None:
         def ask() -> str | None:

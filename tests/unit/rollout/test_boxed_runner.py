@@ -98,6 +98,39 @@ async def test_missing_tokens_are_infra_as_in_the_worker_s_own_process(tmp_path:
     assert "has not the tokens" in (result.detail or "")
 
 
+GRADED = """
+from turnmill.environment.base import Environment, Outcome, opening_messages
+
+class Graded(Environment):
+    def __init__(self, worth):
+        self.worth = worth
+
+    async def play(self, task, chat):
+        reply = await chat.complete(opening_messages(task))
+        outcome = Outcome(reward=1.0, turn_rewards={reply.call_id: 0.25})
+        # What no honest player says.
+        if self.worth is not None:
+            object.__setattr__(outcome, "turn_rewards", {reply.call_id: float(self.worth)})
+        return outcome
+
+def load_environment(worth=None):
+    return Graded(worth)
+"""
+
+
+async def test_what_turns_are_worth_comes_out_of_a_box_and_is_checked(tmp_path: Path) -> None:
+    make_package(tmp_path, "graded", source=GRADED)
+    for worth, expected in ((None, {"t_0_5": 0.25}), ("nan", None)):
+        found = find(EnvironmentChoice(env_id="graded", env_args={"worth": worth}), root=tmp_path)
+        async with boxed(settings_of(tmp_path, found), saying("crane", call_id="t_0_5")) as (server, runner):
+            result = await runner.run(leased(server))
+        if expected is not None:
+            assert (result.reward, result.turn_rewards) == (1.0, expected)
+        else:
+            assert (result.reward, result.reason) == (None, InvalidReason.REWARD_ERROR)
+            assert "turn reward of 't_0_5' must be finite" in (result.detail or "")
+
+
 async def test_a_lost_lease_is_told_to_the_worker(tmp_path: Path) -> None:
     async with boxed(settings_of(tmp_path), refusing(409, "attempt_over")) as (server, runner):
         with pytest.raises(LeaseLost):

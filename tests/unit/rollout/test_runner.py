@@ -37,10 +37,10 @@ class Proxy:
         return await self.chatting(request)
 
 
-def saying(text: str) -> Chatting:
+def saying(text: str, *, call_id: str | None = None) -> Chatting:
     async def answer(request: web.Request) -> web.StreamResponse:
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        return web.json_response({"choices": [choice], "usage": {}})
+        return web.json_response({"id": call_id, "choices": [choice], "usage": {}})
 
     return answer
 

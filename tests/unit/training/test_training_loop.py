@@ -1,6 +1,7 @@
 """The loop over real embedded ports; one small class stands for scheduler, worker and replica."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from turnmill.records import (
     training_key,
 )
 from turnmill.training.policy import Policy
+from turnmill.training.task_statistics import TaskTable
 from turnmill.training.trainer import Trainer
 
 
@@ -408,3 +410,37 @@ async def test_a_second_trainer_of_the_run_fences_the_first(bench: Bench, tiny_m
     with pytest.raises(Conflict, match="another process wrote it"):
         await training
     assert (await bench.status()).incarnation == 2
+
+
+async def test_groups_without_signal_in_a_row_stop_the_run_and_say_which_tasks_they_were(
+    bench: Bench, rollouts: ScriptedRollouts
+) -> None:
+    rollouts.reward = lambda task, g: float(task == "t1" or (task == "t0" and g % 2 == 0))
+    with pytest.raises(NoProgress) as stopped:
+        await bench.train(rollouts, max_useless_groups=5)
+    assert "5 groups in a row without signal (max_useless_groups = 5)" in str(stopped.value)
+    assert "In 4 groups no rollout passed" in str(stopped.value) and "tasks t2, t3, t4, t5." in str(stopped.value)
+    assert "In 1 group every rollout passed: task t1." in str(stopped.value)
+    assert (await bench.status()).state == "failed"
+
+
+async def test_a_curriculum_goes_on_from_the_records_of_a_run_and_its_checkpoints_hold_the_statistics(
+    bench: Bench, rollouts: ScriptedRollouts, trainer_of: Callable[[Config], Trainer]
+) -> None:
+    """Half of the tasks always fail: each is played once, and again four epochs later."""
+    bench.config = replace(bench.config, curriculum="pass_rate", save_steps=2)
+    bench.tasks = bench.tasks[:6]
+    rollouts.reward = lambda task, g: float(g % 4 == 0 and int(task[1:]) % 2 == 0)
+    await bench.train(rollouts, max_steps=4)
+    bench.trainer = trainer_of(bench.config)
+    await bench.train(rollouts, max_steps=7)
+    batches = await bench.batches()
+    drawn = [[sample_ids[0].partition("_")[0] for sample_ids in batch.groups] for batch in batches]
+    assert drawn == [["t0", "t2"], ["t4", "t0"], ["t2", "t4"], ["t0", "t2"], ["t4", "t0"], ["t2", "t4"], ["t0", "t2"]]
+    decided = [(outcome.task_id, outcome.position) for batch in batches for outcome in batch.progress.outcomes]
+    hard = [(task_id, position // 6) for task_id, position in decided if task_id in ("t1", "t3", "t5")]
+    assert hard == [("t1", 0), ("t3", 0), ("t5", 0), ("t1", 4), ("t3", 4)]
+    for step in (2, 4, 6):
+        rows = json.loads((bench.folder / f"step-{step}" / "tasks.json").read_text())
+        expected = TaskTable.of(batches[:step]).statistics
+        assert rows == [expected[task_id].as_object() for task_id in sorted(expected)]

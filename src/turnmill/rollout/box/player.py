@@ -279,6 +279,7 @@ def _ended(play: int, result: RolloutResult) -> Ended:
         reward=result.reward,
         reason=result.reason,
         metrics=result.metrics,
+        turn_rewards=result.turn_rewards,
         stop_reason=result.stop_reason,
         detail=None if result.detail is None else _printable(result.detail),
     )

@@ -5,6 +5,7 @@ Ended + what the relay saw of the calls -> RolloutResult | LeaseLost
 
 import math
 
+from turnmill.conversation.reports import MAX_TURN_REWARDS
 from turnmill.errors import LeaseLost, printable
 from turnmill.records import InvalidReason, RolloutResult
 from turnmill.rollout.box.relay import Watch
@@ -29,10 +30,19 @@ def result_of(
         reason = InvalidReason.ENV_ERROR if is_wrong else ended.reason
         return refused(reason, ended.detail or "no detail")
     low, high = reward_range
-    wrong = _wrong_reward(ended.reward, low, high) or _wrong_metrics(ended.metrics)
+    wrong = (
+        _wrong_reward(ended.reward, low, high)
+        or _wrong_metrics(ended.metrics)
+        or _wrong_turn_rewards(ended.turn_rewards)
+    )
     if wrong is not None:
         return refused(InvalidReason.REWARD_ERROR, wrong)
-    return RolloutResult(reward=ended.reward, metrics=ended.metrics, stop_reason=ended.stop_reason)
+    return RolloutResult(
+        reward=ended.reward,
+        metrics=ended.metrics,
+        turn_rewards=ended.turn_rewards,
+        stop_reason=ended.stop_reason,
+    )
 
 
 def failed(failure: Exception) -> RolloutResult:
@@ -65,4 +75,14 @@ def _wrong_metrics(metrics: dict[str, float]) -> str | None:
             return f"a metric's name must be a printable text of at most {_NAME_LENGTH} characters, not {name!r:.80}"
         if not math.isfinite(value):
             return f"metric {name} must be finite, not {value}"
+    return None
+
+
+def _wrong_turn_rewards(turn_rewards: dict[str, float]) -> str | None:
+    """Which calls there were, the proxy knows."""
+    if len(turn_rewards) > MAX_TURN_REWARDS:
+        return f"{len(turn_rewards)} turn rewards; at most {MAX_TURN_REWARDS} are reported"
+    for call_id, value in turn_rewards.items():
+        if not math.isfinite(value):
+            return f"the turn reward of {call_id!r:.80} must be finite, not {value}"
     return None

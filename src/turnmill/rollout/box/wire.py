@@ -90,6 +90,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reward: float | None = None
     reason: InvalidReason | None = None
     metrics: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
     stop_reason: StopReason | None = None
     detail: str | None = None
 

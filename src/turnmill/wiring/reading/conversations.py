@@ -59,6 +59,7 @@ class Conversation:
                 {
                     **_fields(call, _OF_CALL),
                     "is_used": self.is_used(call),
+                    "turn_reward": self.sample.turn_rewards.get(call.call_id),
                     "num_prompt_tokens": len(call.token_ids) - call.num_sampled,
                     "num_sampled_tokens": call.num_sampled,
                     "num_trained_tokens": sum(call.loss_mask),

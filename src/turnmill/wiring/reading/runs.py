@@ -16,12 +16,14 @@ from turnmill.records import (
     RUN_PREFIX,
     Baseline,
     Metric,
+    ReplicaStatus,
     Run,
     RunStatus,
     Task,
     TrainingStatus,
     baseline_key,
     decode,
+    replica_key,
     run_key,
     training_key,
 )
@@ -121,6 +123,12 @@ def look_at_training(root: Path, run_id: str) -> TrainingStatus | None:
         if item.key == training_key(run_id):
             return decode(item.value, TrainingStatus)
     return None
+
+
+def look_at_replicas(root: Path, run_id: str) -> list[ReplicaStatus]:
+    """What the replicas of a run say of themselves, by name; none of one that was not started."""
+    found = backend_of(root).reader(run_id).records(replica_key(run_id, ""), limit=-1)
+    return [decode(item.value, ReplicaStatus) for item in found]
 
 
 async def read_metrics(root: Path, run_id: str) -> list[Metric]:

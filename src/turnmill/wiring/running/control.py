@@ -107,13 +107,26 @@ def check_order(root: Path, order: Order) -> None:
 
 
 def resolve(
-    *, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object], sidecar: Path | None = None
+    *,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
+    sidecar: Path | None = None,
+    kind: RunKind | None = None,
 ) -> Resolved:
-    """All layers of the configuration, the recipe beside the chosen base model included; raises `ConfigError`."""
+    """All layers of the configuration, the recipe beside the chosen base model included; raises `ConfigError`.
+
+    `kind` is of the run that it is for (see `load_config`).
+    """
     base_model = base_model_of(file=file, environ=environ, flags=flags, sidecar=sidecar)
     recipe = assets.model_folder(base_model) / "recipe.toml"
     return load_config(
-        recipe=recipe if os.path.isfile(recipe) else None, file=file, environ=environ, sidecar=sidecar, flags=flags
+        recipe=recipe if os.path.isfile(recipe) else None,
+        file=file,
+        environ=environ,
+        sidecar=sidecar,
+        flags=flags,
+        kind=kind,
     )
 
 

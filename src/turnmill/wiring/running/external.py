@@ -17,8 +17,8 @@ from turnmill.backends.aws.infra import RunResources, StackRunInfra
 from turnmill.backends.aws.large_values import LargeValues
 from turnmill.backends.aws.records import DynamoRecordStore
 from turnmill.backends.aws.settings import AwsSettings, check_stack_name
-from turnmill.config import EXTERNAL_PARAMETERS, Resolved, to_dict
-from turnmill.errors import ConfigError, Conflict, InvalidInput
+from turnmill.config import Resolved, to_dict
+from turnmill.errors import Conflict, InvalidInput
 from turnmill.ports import RecordStore, Write
 from turnmill.records import Run, RunKind, RunStatus, decode, encode, run_key
 from turnmill.wiring.running.control import hash_of, new_token
@@ -51,10 +51,8 @@ async def begin_external(
     """Begin the run, or bring one that goes on to these parameters and callers.
 
     `has_new_token`: its workers need another token from now on. Raises `InvalidInput` for an id that is no name for a
-    stack, that another kind of run has, or one that has ended, for a parameter that such a run does not read, and as
-    `StackRunInfra.deploy` does.
+    stack, that another kind of run has, or one that has ended, and as `StackRunInfra.deploy` does.
     """
-    _check_parameters(resolved)
     check_stack_name(run_id)
     bucket = await bucket_of(clients, settings)
     records = _records(clients, settings, bucket)
@@ -92,17 +90,6 @@ async def end_external(clients: AwsClients, settings: AwsSettings, run_id: str, 
     if run is not None and not run.status.is_final:
         await _write(records, replace(run, status=RunStatus.SUCCEEDED, ended_at=time.time()), version)
     await _infra(clients, settings, run_id, tell).delete()
-
-
-def _check_parameters(resolved: Resolved) -> None:
-    unread = [
-        f"{name} ({source})"
-        for name, source in resolved.sources.items()
-        if source != "default" and name not in EXTERNAL_PARAMETERS
-    ]
-    if unread:
-        known = ", ".join(sorted(EXTERNAL_PARAMETERS))
-        raise ConfigError(f"{', '.join(unread)}: a run whose trainer is somebody else's reads nothing but {known}")
 
 
 def _records(clients: AwsClients, settings: AwsSettings, bucket: str) -> RecordStore:

@@ -32,6 +32,7 @@ from turnmill.health.snapshot import (
 from turnmill.ports import BatchActivity, CallActivity, QueueActivity, QueueCounts, SampleActivity, Stored
 from turnmill.records import (
     Baseline,
+    ReplicaState,
     ReplicaStatus,
     Run,
     RunStatus,
@@ -130,7 +131,7 @@ class Examiner:
             logs=self._logs(),
             queues={name: _queue_view(activity) for name, activity in stores.queues.items()},
             samples=_samples_view(stores.samples, stores.invalid),
-            served={name: status.version for name, status in stores.replicas.items()},
+            replicas=stores.replicas,
             current=stores.pointer[0] if stores.pointer else None,
             current_age_s=now - stores.pointer[1] if stores.pointer else None,
             has_recorded_batch=stores.batches.has_recorded,
@@ -280,7 +281,7 @@ def _fingerprint(stores: _Stores) -> Fingerprint:
         num_rewarded=stores.samples.num_rewarded,
         batches=(stores.batches.row, stores.batches.num_writes),
         num_training_writes=stores.num_training_writes,
-        # A replica that was started again serves the base weights at first: it has achieved nothing yet.
+        # A replica that was started again holds the base weights at first: it has achieved nothing yet.
         served=tuple(
             (name, str(status.version))
             for name, status in sorted(stores.replicas.items())
@@ -297,8 +298,12 @@ def _last_progress(stores: _Stores) -> float:
     times += [stores.training.updated_at] if stores.training else []
     current = stores.pointer[0] if stores.pointer else None
     times += [stores.pointer[1]] if stores.pointer else []
-    # One that was started again with other weights has achieved nothing yet.
-    times += [status.updated_at for status in stores.replicas.values() if status.version == current]
+    # One that was started again has achieved nothing yet.
+    times += [
+        status.changed_at
+        for status in stores.replicas.values()
+        if status.version == current and status.state is ReplicaState.SERVING
+    ]
     return max(times)
 
 
@@ -316,7 +321,8 @@ def _computing(stores: _Stores, processes: tuple[ProcessView, ...], found: Mappi
             told_at = stores.training.updated_at if stores.training else 0.0
             return not has_open or stores.batches.has_recorded or told_at < found[view.name].started_at
         status = stores.replicas.get(view.name)
-        return view.name.startswith("replica-") and (status is None or status.pid != view.pid)
+        is_loading = status is None or status.pid != view.pid or status.state is ReplicaState.LOADING
+        return view.name.startswith("replica-") and is_loading
 
     return {
         view.name: view.pid

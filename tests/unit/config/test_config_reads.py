@@ -1,0 +1,162 @@
+"""Parameters that nothing reads: the table made from real runs, its check at load, and how the runs are watched."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from turnmill.config import ENVIRONMENT_PARAMETERS, Config, from_dict, load_config, parameter_names, to_dict
+from turnmill.config.reads import OFF, ON, parameters_of, reads
+from turnmill.config.recording import READS, read_notes
+from turnmill.errors import ConfigError
+from turnmill.records import RunKind
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "generate_reads.py"
+
+
+def problem(kind: RunKind = RunKind.TRAIN, *, file: Path | None = None, **flags: object) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(file=file, flags=flags, kind=kind)
+    first, *lines = str(raised.value).splitlines()
+    assert first == "1 problem in the configuration:" and len(lines) == 1
+    return lines[0].strip()
+
+
+def test_the_table_has_an_entry_for_every_parameter_and_no_other() -> None:
+    """A new one: make the table anew with scripts/generate_reads.py."""
+    assert list(reads()) == [name for name in parameter_names() if name not in ENVIRONMENT_PARAMETERS]
+
+
+def test_the_conditions_of_the_table_name_choices_that_exist() -> None:
+    defaults = Config()
+    for name, entry in reads().items():
+        assert entry.ways.keys() == set(RunKind)
+        for condition, states in [item for ways in entry.ways.values() for way in ways for item in way.items()]:
+            choices = Config.__dataclass_fields__[condition].metadata["choices"]
+            assert set(states) <= set(choices or (ON, OFF)), name
+            assert hasattr(defaults, condition)
+
+
+def test_a_parameter_that_nothing_reads_is_an_error_that_says_what_would_read_it() -> None:
+    assert problem(curriculum_low="0.2") == (
+        "curriculum_low = 0.2 (--curriculum-low) would do nothing: it is read with curriculum = pass_rate alone: "
+        "set that as well, or leave curriculum_low out"
+    )
+
+
+def test_with_the_choice_that_reads_it_the_same_parameter_is_fine() -> None:
+    flags = {"curriculum": "pass_rate", "curriculum_low": "0.2"}
+    assert load_config(flags=flags, kind=RunKind.TRAIN).config.curriculum_low == 0.2
+
+
+def test_a_default_that_somebody_set_is_asked_too() -> None:
+    assert "would do nothing" in problem(curriculum_revisit=str(Config().curriculum_revisit))
+
+
+def test_a_file_that_different_runs_share_is_told_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 1e-4\n")
+    assert problem(RunKind.EVAL, file=file) == (
+        f"lr = 0.0001 ({file}:1) would do nothing: a training run reads it, and an evaluation does not: leave it out; "
+        "runs that differ in that need files of their own"
+    )
+
+
+def test_a_variable_is_asked_and_a_recipe_is_not(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("curriculum_low = 0.3\n")
+    assert load_config(recipe=recipe, kind=RunKind.TRAIN).config.curriculum_low == 0.3
+    assert load_config(recipe=recipe, kind=RunKind.EVAL).config.curriculum_low == 0.3
+    with pytest.raises(ConfigError, match=r"curriculum_low = 0\.3 \(TURNMILL_CURRICULUM_LOW\) would do nothing"):
+        load_config(environ={"TURNMILL_CURRICULUM_LOW": "0.3"}, kind=RunKind.TRAIN)
+
+
+def test_a_load_for_no_run_and_a_record_are_not_asked() -> None:
+    assert load_config(flags={"curriculum_low": "0.2"}).config.curriculum_low == 0.2
+    assert from_dict({"curriculum_low": 0.2}).curriculum_low == 0.2
+
+
+def test_a_bad_value_is_told_alone() -> None:
+    with pytest.raises(ConfigError, match="1 problem"):
+        load_config(flags={"curriculum": "pass_rates", "curriculum_low": "0.2"}, kind=RunKind.TRAIN)
+
+
+def test_which_environment_is_played_has_rules_of_its_own() -> None:
+    flags = {"use_custom_env": "true", "custom_env_id": "other"}
+    assert load_config(flags=flags, kind=RunKind.TRAIN).config.custom_env_id == "other"
+
+
+def test_an_evaluation_reads_less() -> None:
+    assert {"max_length", "eval_rollouts", "temperature"} <= parameters_of(RunKind.EVAL)
+    assert not {"lr", "max_steps", "curriculum"} & parameters_of(RunKind.EVAL)
+
+
+def test_what_a_rule_compares_with_a_parameter_that_counts_may_be_set() -> None:
+    """A longer conversation needs a larger micro_batch_tokens, although an evaluation makes no pass of training."""
+    flags = {"max_length": "20000", "micro_batch_tokens": "20000"}
+    assert load_config(flags=flags, kind=RunKind.EVAL).config.max_length == 20000
+    assert "an evaluation does not" in problem(RunKind.EVAL, micro_batch_tokens="20000")
+    assert "micro_batch_tokens" in parameters_of(RunKind.EVAL)
+    assert "min_lr" in problem(lr_schedule="constant", min_lr="0.0")
+    flags = {"lr_schedule": "constant", "lr": "1e-3", "min_lr": "1e-3"}
+    assert load_config(flags=flags, kind=RunKind.TRAIN).config.min_lr == 1e-3
+
+
+def test_a_run_of_an_external_trainer_reads_what_is_about_playing() -> None:
+    assert {"client_sampling", "temperature", "worker_lease_s", "vf_env_args"} <= parameters_of(RunKind.EXTERNAL)
+    assert not {"lr", "seed", "success_threshold"} & parameters_of(RunKind.EXTERNAL)
+    assert "max_length = 10000 (--max-length) would do nothing" in problem(RunKind.EXTERNAL, max_length="10000")
+    assert problem(RunKind.EXTERNAL, lr="1e-4") == (
+        "lr = 0.0001 (--lr) would do nothing: a training run reads it, and a run whose trainer is somebody else's does "
+        "not: leave it out"
+    )
+
+
+# ---------------------------------------------------------------- how it is watched
+
+PROGRAM = """
+import dataclasses, os, signal, sys
+from turnmill.config import Config, from_dict, load_config, to_dict
+from turnmill.records import Task
+from turnmill.training.task_order import order_of
+
+config = load_config(flags={"curriculum": sys.argv[1]}).config
+copy = dataclasses.replace(config, seed=3)
+assert to_dict(copy)["seed"] == 3 and copy != config and "seed" in repr(copy)
+assert from_dict(to_dict(config)) == config and config.lr > 0
+order_of(config, [Task(id="a", metadata={})], {})
+assert config.is_async is False
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def notes_of(folder: Path, *arguments: str) -> Mapping[str, set[str]]:
+    environ = {**os.environ, READS: str(folder)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], env=environ, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    return read_notes(folder)
+
+
+def test_what_a_module_reads_is_noted_even_if_the_process_is_killed(tmp_path: Path) -> None:
+    reader = {"turnmill.training.task_order"}
+    assert notes_of(tmp_path, "none") == {"curriculum": reader, "seed": reader, "shuffle": reader}
+
+
+def test_a_choice_brings_more_reads(tmp_path: Path) -> None:
+    window = {"curriculum_low", "curriculum_high", "curriculum_revisit"}
+    assert set(notes_of(tmp_path, "pass_rate")) == {"curriculum", "seed", "shuffle"} | window
+
+
+def test_without_being_told_nothing_is_recorded() -> None:
+    assert type(load_config().config) is Config is type(from_dict(to_dict(Config())))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["eval", "curriculum=pass_rate"])
+def test_a_run_that_is_made_again_reads_what_the_table_says(name: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--only", name], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{name}: as the table says\n"), done.stderr
