@@ -55,9 +55,10 @@ class Minibatch:
     samples_k: Tensor
     # Whether the weights that the trainer holds sampled the token; None: all of them.
     is_current_k: Tensor | None
-    # The policy's log-probs before the step's first update, and means over each token's sample; None where nothing
-    # needs them (see `objective.TokenBatch`).
+    # Log-probs that the ratio is against: the policy's before the step's first update, or, without a mismatch
+    # correction, the sampler's. None where no passes were made for them.
     old_k: Tensor | None = None
+    # Means over each token's sample, None where nothing needs them: log policy - log old, and log old - log sampled.
     log_ratio_k: Tensor | None = None
     mismatch_k: Tensor | None = None
 

@@ -52,7 +52,7 @@ class TokenBatch:
     """What is known of the tokens of a micro-batch beside the policy's distributions. [N] each, without gradient."""
 
     sampled_n: Tensor
-    # The policy's log-probs before the step's first update; None: this is the first update.
+    # The policy's log-probs before the step's first update; None: this is the first one. Read with a correction only.
     old_n: Tensor | None = None
     advantages_n: Tensor
     # Of the reference; None without the KL term.
