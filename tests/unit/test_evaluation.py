@@ -9,7 +9,7 @@ import pytest
 from turnmill.backends.embedded import open_run
 from turnmill.budget import Allowance
 from turnmill.errors import BudgetExceeded, NoProgress
-from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress, Ration, evaluate, wilson
+from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress, Ration, Terms, evaluate, wilson
 from turnmill.ports import RunPorts, Write
 from turnmill.records import (
     InvalidReason,
@@ -18,8 +18,14 @@ from turnmill.records import (
     SampleRecord,
     SampleState,
     Task,
+    Version,
     token_count_key,
 )
+
+
+def terms(num_rollouts: int, *, name: str = "after", version: str = "1.3") -> Terms:
+    return Terms(name=name, version=version, num_rollouts=num_rollouts, threshold=1.0, temperature=1.0)
+
 
 TASKS = [Task(id=f"t{i}", metadata={"prompt": "p"}) for i in range(3)]
 
@@ -68,7 +74,7 @@ def _sample(task_id: str, g: int, group_id: str, reward: float | None) -> Sample
 
 async def test_every_task_is_played_equally_often_and_averaged() -> None:
     source = ScriptedRollouts({"t0": [1.0], "t1": [0.0], "t2": [1.0, 0.0]})
-    result = await evaluate(TASKS, source, name="after", num_rollouts=5, threshold=1.0)
+    result = await evaluate(TASKS, source, terms(5, name="after"))
     assert source.num_requested == {"t0": 2, "t1": 2, "t2": 2}
     assert (result.num_tasks, result.num_valid, result.num_invalid) == (3, 6, 0)
     assert result.solved == pytest.approx(0.5)
@@ -85,25 +91,25 @@ def test_the_interval_of_a_share_stays_within_its_range_and_has_width_at_its_end
 
 async def test_an_invalid_rollout_is_played_again_and_never_counts_as_zero() -> None:
     source = ScriptedRollouts({"t0": [None, 1.0, 1.0], "t1": [1.0], "t2": [1.0]})
-    result = await evaluate(TASKS, source, name="after", num_rollouts=6, threshold=1.0)
+    result = await evaluate(TASKS, source, terms(6, name="after"))
     assert (result.num_valid, result.num_invalid, result.solved) == (6, 1, 1.0)
 
 
 async def test_an_evaluation_that_is_invalid_throughout_stops_with_the_reason() -> None:
     source = ScriptedRollouts({"t0": [None], "t1": [1.0], "t2": [1.0]})
     with pytest.raises(NoProgress, match=r"evaluation after: 4 rollouts were invalid.*env_error: boom"):
-        await evaluate(TASKS, source, name="after", num_rollouts=3, threshold=1.0)
+        await evaluate(TASKS, source, terms(3, name="after"))
 
 
 async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_error() -> None:
     calls: list[str] = []
 
-    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, version: Version, progress: Progress) -> Evaluation:
         calls.append(name)
         if name == "bad":
             raise NoProgress("stuck")
         source = ScriptedRollouts({"t0": [1.0], "t1": [1.0], "t2": [0.0]})
-        return await evaluate(TASKS, source, name=name, num_rollouts=3, threshold=1.0, progress=progress)
+        return await evaluate(TASKS, source, terms(3, name=name), progress=progress)
 
     background = BackgroundEvaluations(play)
     for _ in range(2):
@@ -114,7 +120,8 @@ async def test_a_background_evaluation_runs_once_and_is_polled_to_its_result_or_
     await asyncio.sleep(0)
     result = background.poll("good")
     assert result is not None and result["num_valid"] == 3 and background.progress("good") == "3 of 3"
-    assert result["by_task"] == {"t0": (1, 1), "t1": (1, 1), "t2": (0, 1)}
+    solved = {task_id: (task["num_solved"], task["num_rollouts"]) for task_id, task in result["tasks"].items()}
+    assert solved == {"t0": (1, 1), "t1": (1, 1), "t2": (0, 1)}
     with pytest.raises(NoProgress, match="stuck"):
         background.poll("bad")
     assert sorted(calls) == ["bad", "good"]
@@ -150,7 +157,7 @@ async def test_an_evaluation_generates_no_more_than_one_batch_beyond_its_budget(
     source = CountedRollouts(ports)
     ration = Ration(allowance=Allowance(ports.records, "r", budget), batch_size=4)
     with pytest.raises(BudgetExceeded, match=r"evaluation after: \d+ of 24 rollouts were played"):
-        await evaluate(TASKS, source, name="after", num_rollouts=24, threshold=1.0, ration=ration)
+        await evaluate(TASKS, source, terms(24, name="after"), ration=ration)
     assert budget <= source.num_tokens < budget + 40 and source.most_open <= 4
     ports.close()
 
@@ -158,6 +165,6 @@ async def test_an_evaluation_generates_no_more_than_one_batch_beyond_its_budget(
 async def test_an_evaluation_that_uses_its_budget_up_with_its_last_rollouts_is_complete(tmp_path: Path) -> None:
     ports = open_run(tmp_path, "r", num_replicas=1)
     ration = Ration(allowance=Allowance(ports.records, "r", 201), batch_size=4)
-    result = await evaluate(TASKS, CountedRollouts(ports), name="after", num_rollouts=24, threshold=1.0, ration=ration)
+    result = await evaluate(TASKS, CountedRollouts(ports), terms(24, name="after"), ration=ration)
     assert (result.num_valid, result.solved) == (24, 0.5)
     ports.close()

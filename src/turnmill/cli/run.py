@@ -53,6 +53,7 @@ PLAYED = (
     "max_new_tokens",
     "micro_batch_tokens",
     "temperature",
+    "val_temperature",
     "client_sampling",
     "served_model_names",
     "success_threshold",

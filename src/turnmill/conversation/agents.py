@@ -129,7 +129,7 @@ class Agents:
     async def complete(self, scope: Scope, receive: Receive, send: Send, secret: str, *, is_text: bool) -> Reply:
         """POST: a call, or several."""
         call = _Call.of(scope["headers"], self._hold_s)
-        request = self._sessions.parse(secret, await read_body(receive), is_text=is_text)
+        request = await self._sessions.parse(secret, await read_body(receive), is_text=is_text)
         if call.is_retry and self._admission.was_refused(secret, request.identity):
             call = msgspec.structs.replace(call, is_retry=False)
         self._admission.enter(secret, request.identity, request.num_choices)

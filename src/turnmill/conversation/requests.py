@@ -15,7 +15,7 @@ from turnmill.conversation.branches import request_identity
 from turnmill.conversation.messages import Heard, Said, text_said
 from turnmill.conversation.tools import NO_TOOLS, Offered, parse_tool_choice
 from turnmill.errors import InvalidRequest
-from turnmill.records import MIN_TEMPERATURE, RunKind, Sampling
+from turnmill.records import MIN_TEMPERATURE, Purpose, RunKind, Sampling
 
 # The run's model, for clients that name none, and for those that do not know which it is.
 DEFAULT_MODEL = "turnmill"
@@ -44,13 +44,19 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         *,
         served_model_names: Sequence[str] = (),
         client_sampling: str = "refuse",
+        purpose: Purpose = Purpose.TRAIN,
     ) -> "Offer":
-        """What a run of this kind with these parameters offers."""
+        """What a run of this kind with these parameters offers in rollouts of a purpose."""
         base = config.base_model
+        # Whoever has a trainer of its own has the rollouts of its own evaluations marked by nobody.
+        is_evaluated = purpose is Purpose.EVAL and kind is not RunKind.EXTERNAL
         # A foreign trainer's model is known to it alone; of a folder only the name is anybody's business.
         own = () if kind is RunKind.EXTERNAL else (PurePath(base).name,) if base.startswith("/") else (base,)
         return cls(
-            sampling=Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
+            sampling=Sampling(
+                temperature=config.val_temperature if is_evaluated else config.temperature,
+                max_new_tokens=config.max_new_tokens,
+            ),
             models=tuple(dict.fromkeys((DEFAULT_MODEL, *own, *served_model_names))),
             takes_sampling=client_sampling == "record",
         )

@@ -20,7 +20,7 @@ from turnmill.conversation.reports import Report
 from turnmill.conversation.requests import ChatRequest, Offer
 from turnmill.errors import BackendUnavailable, Conflict, InvalidRequest, LeaseLost, ShuttingDown, Unauthorized
 from turnmill.ports import Leased, RunPorts, Write
-from turnmill.records import Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
+from turnmill.records import Purpose, Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
 # Returns when the client has gone away.
@@ -54,9 +54,18 @@ class Service(ABC):
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self.offer = Offer.of(
-            config, run.kind, served_model_names=config.served_model_names, client_sampling=config.client_sampling
-        )
+        self._offers = {
+            purpose: Offer.of(
+                config,
+                run.kind,
+                served_model_names=config.served_model_names,
+                client_sampling=config.client_sampling,
+                purpose=purpose,
+            )
+            for purpose in Purpose
+        }
+        # All rollouts are offered the same, whatever they are for.
+        self._is_alike = all(offer == self.offer for offer in self._offers.values())
         self._ports = ports
         self._run = run
         self._leases = leases
@@ -65,13 +74,19 @@ class Service(ABC):
         # What nobody can be served any more for.
         self._failure: BackendUnavailable | None = None
 
+    @property
+    def offer(self) -> Offer:
+        """What is offered to rollouts that are trained."""
+        return self._offers[Purpose.TRAIN]
+
     # ------------------------------------------------------------ what differs
 
     @abstractmethod
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """A body of chat completions, or of completions, as the attempt of this secret may send it.
 
-        Raises `InvalidRequest` naming the key.
+        Raises `InvalidRequest` naming the key; where evaluations sample otherwise than training, `Unauthorized` and
+        `LeaseLost` as `chat` does: what is offered depends on what the attempt is for.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import Write
-from turnmill.records import Metric, Purpose, Run, RunClock, RunStatus, StageRecord, encode
+from turnmill.records import Metric, Purpose, Run, RunClock, RunStatus, StageRecord, Version, encode
 from turnmill.wiring.watching.checks.metrics import RecentMetrics
 from turnmill.wiring.watching.checks.slow_stages import SlowStages
 
@@ -64,7 +64,7 @@ def _context(root: Path, run: Run, ports: Any, meter: Meter) -> StageContext:
     async def give_up_redriven() -> int:
         return 0
 
-    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, version: Version, progress: Progress) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
     return StageContext(
