@@ -78,6 +78,31 @@ def difference_interval(pairs: Pairs, before: Mapping[str, Any], after: Mapping[
     return low, high
 
 
+def worse_lines(promotion: Mapping[str, Any]) -> list[str]:
+    """The held-out tasks that went worse, a line each, the worst first; nothing where none did."""
+    tasks = promotion.get("worse", ())
+    if not tasks:
+        return []
+    rows = [
+        (
+            str(task["task_id"]),
+            f"{task['solved_before']} of {task['num_before']}",
+            f"{task['solved_after']} of {task['num_after']}",
+            f"{task['reward_before']:.3f}",
+            f"{task['reward_after']:.3f}",
+        )
+        for task in tasks
+    ]
+    head = ("task", "solved before", "after", "mean reward before", "after")
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    left_out = promotion["num_worse"] - len(rows)
+    return [
+        f"{promotion['num_worse']} held-out tasks went worse, {promotion['num_better']} better:",
+        *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)),
+        *([f"  and {left_out} more"] if left_out else []),
+    ]
+
+
 def decide(rule: str, evaluations: Mapping[str, Mapping[str, Any]], metric: str = "solved") -> Promotion:
     """By the parameters `promotion` and `promotion_metric`, and what Evaluate recorded, `pairs` and `comparison`
     included; nothing without held-out tasks.

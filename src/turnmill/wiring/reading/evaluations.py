@@ -1,5 +1,6 @@
 """Evaluations as they are kept with a run: one blob each, with the result of each task."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import msgspec
 
 from turnmill.errors import RecordCorrupt
-from turnmill.evaluation import Evaluation
-from turnmill.records import decode
+from turnmill.evaluation import Evaluation, TaskResult, changes_of
+from turnmill.records import TaskChange, decode
 from turnmill.wiring.backend import backend_of
 from turnmill.wiring.reading.runs import look_at_training
 
@@ -67,3 +68,11 @@ async def read_evaluations(root: Path, run_id: str) -> list[StoredEvaluation]:
 def _at(one: StoredEvaluation) -> tuple[float, float]:
     place = {_BEFORE: -1.0, _AFTER: float("inf")}.get(one.name)
     return (place if place is not None else float(one.step or 0), one.at)
+
+
+def change_by_task(found: Sequence[StoredEvaluation]) -> list[TaskChange]:
+    """How each task went in the last evaluation against the first, those that lost most first; empty for one alone."""
+    if len(found) < 2:
+        return []
+    first, last = ({name: TaskResult(**task) for name, task in one.tasks.items()} for one in (found[0], found[-1]))
+    return sorted(changes_of(first, last), key=lambda change: (change.gain("solved"), change.gain("reward")))
