@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from turnmill.errors import TurnmillError
-from turnmill.ports import Leased, WorkQueue
+from turnmill.ports import Leased
 from turnmill.records import Purpose, RolloutResponse, decode
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Inbox:
 class Listener:
     """Takes each message of `queue` and gives it to the inbox of its purpose: `start`, at last `close`."""
 
-    def __init__(self, queue: WorkQueue, purposes: Sequence[Purpose]) -> None:
+    def __init__(self, queue: News, purposes: Sequence[Purpose]) -> None:
         self.inboxes = {purpose: Inbox() for purpose in purposes}
         self._queue = queue
         self._task: asyncio.Task[None] | None = None
