@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,10 @@ def test_tasks_are_compared_one_by_one_and_the_worst_come_first() -> None:
     by_reward = compare(before, side(changed), by="reward")
     assert [change.task_id for change in by_reward.worse[:2]] == ["t25", "t0"]
     assert by_reward.worse[0].gain("reward") == -1.0 and by_reward.worse[0].solved_before == 2
+
+
+async def test_greedily_each_task_is_played_once_however_many_rollouts_are_wanted() -> None:
+    """The same conversation a hundred times over is no evidence for anything."""
+    source = ScriptedRollouts({"t0": [1.0], "t1": [0.0], "t2": [1.0]})
+    result = await evaluate(TASKS, source, replace(terms(300), temperature=0.0))
+    assert (result.num_valid, result.temperature, list(result.pass_at)) == (3, 0.0, ["1"])

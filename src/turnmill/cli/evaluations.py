@@ -41,9 +41,10 @@ def evaluations(run_id: str, shows_all: bool, root: Path, as_json: bool) -> None
         return
     console.print(_figures_table(found))
     last = found[-1]
-    for line in (f"{last.found['num_tasks']} tasks", several_text(last.found)):
-        if line:
-            say(console, f"{last.name}: {line}")
+    again = sum(one.found["num_invalid"] + one.found["num_stale"] for one in found)
+    say(console, f"{last.found['num_tasks']} tasks; {again} rollouts had to be played again")
+    if several := several_text(last.found):
+        say(console, f"{last.name}: {several}")
     shares = [one.found["solved"] for one in found]
     if len(found) > 1:
         say(console, Text.assemble(("solved ", "dim"), (sparkline(shares), "green"), f"  {_span(found)}"))
@@ -60,18 +61,16 @@ def _span(found: Sequence[StoredEvaluation]) -> str:
 
 def _figures_table(found: Sequence[StoredEvaluation]) -> Table:
     table = Table(box=SIMPLE)
-    for name in ("evaluation", "version", "solved", "95 % interval", "reward", "rollouts", "played again"):
+    for name in ("evaluation", "version", "solved (95 % interval)", "reward", "rollouts"):
         table.add_column(name, justify="left" if name == "evaluation" else "right", no_wrap=True)
     for one in found:
         figures = one.found
         table.add_row(
             Text(one.name if figures["temperature"] else f"{one.name} (greedy)"),
             figures["version"],
-            f"{figures['solved']:.3f}",
-            f"{figures['solved_low']:.3f} to {figures['solved_high']:.3f}",
+            f"{figures['solved']:.3f} ({figures['solved_low']:.3f} to {figures['solved_high']:.3f})",
             f"{figures['reward_mean']:.3f}",
             str(figures["num_valid"]),
-            str(figures["num_invalid"] + figures["num_stale"]),
         )
     return table
 

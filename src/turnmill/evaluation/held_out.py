@@ -86,11 +86,15 @@ class Terms:
     name: str
     # Weights that play; their rollouts are found again by it.
     version: str
-    # At least so many, in whole passes over the tasks.
+    # At least so many, in whole passes over the tasks; greedy, one pass.
     num_rollouts: int
     # A rollout is solved at this reward.
     threshold: float
     temperature: float
+
+    def passes(self, num_tasks: int) -> int:
+        """Over all tasks; greedy, a second one would only say the same again and make the intervals too narrow."""
+        return math.ceil(self.num_rollouts / num_tasks) if self.temperature else 1
 
     @property
     def group_prefix(self) -> str:
@@ -107,12 +111,12 @@ async def evaluate(
     progress: Progress | None = None,
     ration: Ration | None = None,
 ) -> Evaluation:
-    """Play each task ceil(num_rollouts / num_tasks) times and average.
+    """Play each task ceil(num_rollouts / num_tasks) times, greedily once, and average.
 
     An invalid rollout, and one that other weights took part in, is played again; raises `NoProgress` once more are lost
     so than were asked for.
     """
-    passes = math.ceil(terms.num_rollouts / len(tasks))
+    passes = terms.passes(len(tasks))
     earlier = _first_of_each(await history.earlier(terms.group_prefix, terms.version) if history else [], tasks, passes)
     wanted = [task for i in range(passes) for task in tasks if i >= len(earlier[task.id])]
     progress = progress or Progress()
