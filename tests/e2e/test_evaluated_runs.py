@@ -68,7 +68,13 @@ def arm(root: Path, *points: str) -> None:
 def test_a_run_is_evaluated_greedily_while_it_trains_and_a_kill_repeats_nothing(tmp_path: Path) -> None:
     arm(tmp_path, "validation-played", "metric-written")
     held_out_file = held_out(tmp_path)
-    changes = {"max_steps": "2", "val_every": "1", "val_rollouts": "8", "val_temperature": "0", "eval_rollouts": "16"}
+    changes: dict[str, Any] = {
+        "max_steps": "2",
+        "val_every": "1",
+        "val_rollouts": "8",
+        "val_temperature": "0",
+        "eval_rollouts": "16",
+    }
     with start_run(tmp_path, eval_data=held_out_file, baseline_rollouts="0", **changes) as running:
         figures = running.finish()
     run_id = figures["run_id"]
@@ -107,7 +113,13 @@ def _check_rollouts(rollouts: list[tuple[SampleRecord, list[Call]]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_model_that_got_worse_is_held_back_with_the_tasks_that_say_why(tmp_path: Path) -> None:
-    changes = {"max_steps": "1", "lr": "0.3", "min_lr": "0", "eval_rollouts": "1600", "baseline_rollouts": "0"}
+    changes: dict[str, Any] = {
+        "max_steps": "1",
+        "lr": "0.3",
+        "min_lr": "0",
+        "eval_rollouts": "1600",
+        "baseline_rollouts": "0",
+    }
     with start_run(tmp_path, eval_data=held_out(tmp_path), **changes) as running:
         figures = running.finish()
     assert (figures["status"], figures["published"]) == ("succeeded", None)

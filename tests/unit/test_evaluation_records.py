@@ -80,8 +80,8 @@ async def add(
         reason=InvalidReason.INFRA if state is SampleState.INVALID else None,
         calls=tuple(call.call_id for call in calls),
     )
-    for record in (*calls, sample):
-        await ports.records.write([Write(key=record.key, value=encode(record), expected=0)])
+    writes = [Write(key=call.key, value=encode(call), expected=0) for call in calls]
+    await ports.records.write([*writes, Write(key=sample.key, value=encode(sample), expected=0)])
     return sample
 
 
