@@ -67,7 +67,7 @@ async def train(
     its tokens, what is being collected is given up and the last weights are exported.
     """
     status = await Status.open(ports.records, run.run_id, config.max_steps)
-    validation = Validation(config, evaluator, ports.weights, stop, run.run_id)
+    validation = Validation(config, evaluator, stop, run.run_id)
     training = _Training(ports, run.run_id, config, trainer, status, folder, validation)
     collector: Collector | None = None
     try:

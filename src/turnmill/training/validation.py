@@ -13,7 +13,6 @@ from typing import Protocol
 
 from turnmill.config import Config
 from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict, TurnmillError
-from turnmill.ports import WeightStore
 from turnmill.records import Version
 
 logger = logging.getLogger(__name__)
@@ -34,13 +33,10 @@ class Evaluator(Protocol):
 class Validation:
     """Decides when, and sees to it that training goes on whatever comes of it."""
 
-    def __init__(
-        self, config: Config, evaluator: Evaluator | None, weights: WeightStore, stop: asyncio.Event, run_id: str
-    ) -> None:
+    def __init__(self, config: Config, evaluator: Evaluator | None, stop: asyncio.Event, run_id: str) -> None:
         """Without an `evaluator` there are no held-out tasks, and nothing is ever due."""
         self._every = config.val_every if evaluator is not None else 0
         self._evaluator = evaluator
-        self._weights = weights
         self._stop = stop
         self._run_id = run_id
 
@@ -53,8 +49,6 @@ class Validation:
         if self._evaluator is None or not self.is_due(step) or self._stop.is_set():
             return {}
         begun = time.monotonic()
-        # After a crash it may still be the one before.
-        await self._weights.point(version)
         try:
             found = await self._unless_stopped(self._evaluator, step, version)
         except (BackendUnavailable, Conflict):
