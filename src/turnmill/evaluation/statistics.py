@@ -16,6 +16,8 @@ from turnmill.evaluation.intervals import Z_95, wilson
 # Subsets of tasks whose means make an interval, where there are more than that; one less than a round number.
 _NUM_SUBSETS = 999
 _MISSED = 0.05
+# From digits to what is false and true.
+_FLAGS = bytes.maketrans(b"01", b"\x00\x01")
 # Above so many degrees of freedom the expansion of Student's quantile is exact to six digits.
 _MANY = 100
 
@@ -99,8 +101,8 @@ def _subset_means(values: Sequence[float], seed: int) -> list[float]:
             if subset := random_numbers.getrandbits(num):
                 drawn[subset] = None
         subsets = list(drawn)
-    # Each subset as the digits of a number: 1 for what is in it.
-    return [fmean(compress(values, map(int, f"{subset:0{num}b}"))) for subset in subsets]
+    # Each subset as the binary digits of a number: 1 for what is in it.
+    return [fmean(compress(values, f"{subset:0{num}b}".encode().translate(_FLAGS))) for subset in subsets]
 
 
 def student_quantile(degrees: int) -> float:
