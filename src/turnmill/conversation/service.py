@@ -17,10 +17,10 @@ from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.leases import Lease, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
 from turnmill.conversation.reports import Report
-from turnmill.conversation.requests import ChatRequest, Offer
+from turnmill.conversation.requests import ChatRequest, Offer, offers_of
 from turnmill.errors import BackendUnavailable, Conflict, InvalidRequest, LeaseLost, ShuttingDown, Unauthorized
 from turnmill.ports import Leased, RunPorts, Write
-from turnmill.records import Purpose, Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
+from turnmill.records import Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
 # Returns when the client has gone away.
@@ -54,16 +54,7 @@ class Service(ABC):
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self._offers = {
-            purpose: Offer.of(
-                config,
-                run.kind,
-                served_model_names=config.served_model_names,
-                client_sampling=config.client_sampling,
-                purpose=purpose,
-            )
-            for purpose in Purpose
-        }
+        self._offers = offers_of(config, run.kind)
         # All rollouts are offered the same, whatever they are for.
         self._is_alike = all(offer == self.offer for offer in self._offers.values())
         self._ports = ports
@@ -76,8 +67,8 @@ class Service(ABC):
 
     @property
     def offer(self) -> Offer:
-        """What is offered to rollouts that are trained."""
-        return self._offers[Purpose.TRAIN]
+        """What is offered to rollouts that are trained; where none is, to all."""
+        return next(iter(self._offers.values()))
 
     # ------------------------------------------------------------ what differs
 

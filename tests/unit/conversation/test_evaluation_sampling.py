@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.conversation.conftest import CONFIG, Form, open_world
 from turnmill.config import Config
-from turnmill.conversation.requests import Offer
+from turnmill.conversation.requests import offers_of
 from turnmill.records import Purpose, RunKind
 
 if TYPE_CHECKING:
@@ -70,5 +70,10 @@ async def test_a_secret_that_opens_nothing_is_told_so_where_it_decides_what_is_o
 
 def test_a_foreign_trainers_rollouts_are_all_alike() -> None:
     config = Config(temperature=0.7, val_temperature=0.0)
-    offers = [Offer.of(config, RunKind.EXTERNAL, purpose=purpose) for purpose in Purpose]
-    assert {offer.sampling.temperature for offer in offers} == {0.7}
+    (offer,) = offers_of(config, RunKind.EXTERNAL).values()
+    assert offer.sampling.temperature == 0.7
+
+
+def test_a_run_that_only_evaluates_has_no_other_temperature() -> None:
+    (offer,) = offers_of(Config(temperature=0.7, val_temperature=0.5), RunKind.EVAL).values()
+    assert offer.sampling.temperature == 0.5
