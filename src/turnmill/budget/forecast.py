@@ -99,13 +99,13 @@ def num_evaluated(config: Config, kind: RunKind, *, has_eval_data: bool) -> int:
         return config.eval_rollouts if has_eval_data else 0
     if not has_eval_data:
         return config.baseline_rollouts
-    num_in_between, at_ends = 0, 2 * config.eval_rollouts
-    if config.val_every:
-        is_last_due = config.max_steps % config.val_every == 0
-        num_in_between = config.max_steps // config.val_every - is_last_due
-        more = max(0, config.val_rollouts - config.eval_rollouts)
-        at_ends += more * (1 + is_last_due)
-    return config.baseline_rollouts + num_in_between * config.val_rollouts + at_ends
+    at_ends = config.baseline_rollouts + 2 * config.eval_rollouts
+    if not config.val_every:
+        return at_ends
+    is_last_due = config.max_steps % config.val_every == 0
+    num_in_between = config.max_steps // config.val_every - is_last_due
+    more_at_ends = max(0, config.val_rollouts - config.eval_rollouts) * (1 + is_last_due)
+    return at_ends + more_at_ends + num_in_between * config.val_rollouts
 
 
 def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, num_eval_rollouts: int) -> Forecast:
