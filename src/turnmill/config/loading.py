@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill.config.combinations import RULES, compared_with, environment_problems
+from turnmill.config.combinations import RULES, compared_with, environment_problems, temperature_problems
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
 from turnmill.config.reads import reads
 from turnmill.config.recording import READS, config_of
@@ -203,6 +203,8 @@ class _Layers:
         for rule in RULES:
             if not self._bad & {rule.left, rule.right} and (problem := rule.problem(values, places, chosen)):
                 self.problems.append(problem)
+        if "val_temperature" not in self._bad:
+            self.problems += temperature_problems(values, places)
         if not self._bad & set(ENVIRONMENT_PARAMETERS):
             self.problems += environment_problems(values, places, chosen)
         # While it is watched who reads what, that is not known.
