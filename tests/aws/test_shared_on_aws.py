@@ -180,7 +180,7 @@ async def test_as_many_processes_as_requests_use_no_number_twice(world: World) -
         service = SharedSessions(world.ports, run=world.run, config=world.config)
         body = encode({"messages": [{"role": "user", "content": f"Guess {number % 4}."}]})
         # Two tries of each request, at two processes.
-        answer = await service.chat(secret, service.parse(secret, body), key=str(number % 4))
+        answer = await service.chat(secret, await service.parse(secret, body), key=str(number % 4))
         assert isinstance(answer, tuple)
         return answer[0].call_id
 

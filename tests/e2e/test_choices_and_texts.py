@@ -34,7 +34,7 @@ class Player:
 
     async def ask(self, lease: Lease, *, is_text: bool = False, **body: Any) -> tuple[Answer, ...]:
         sessions = self.house.sessions
-        request = sessions.parse(lease.chat_secret, encode({**body, "return_token_ids": True}), is_text=is_text)
+        request = await sessions.parse(lease.chat_secret, encode({**body, "return_token_ids": True}), is_text=is_text)
         answers = await sessions.chat(lease.chat_secret, request)
         assert isinstance(answers, tuple)
         return answers

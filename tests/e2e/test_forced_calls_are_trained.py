@@ -45,7 +45,7 @@ class Player:
     async def ask(self, lease: Lease, messages: list[dict[str, Any]], **body: Any) -> tuple[Answer, ...]:
         sessions = self.house.sessions
         body = {"messages": messages, "tools": TOOLS, "return_token_ids": True, **body}
-        request = sessions.parse(lease.chat_secret, encode(body))
+        request = await sessions.parse(lease.chat_secret, encode(body))
         answers = await sessions.chat(lease.chat_secret, request)
         assert isinstance(answers, tuple)
         return answers

@@ -13,6 +13,8 @@ SEVERITIES = {
     AlertKind.STAGE_SLOW: Severity.WARNING,
     AlertKind.BUDGET_BREACH: Severity.CRITICAL,
     AlertKind.REWARD_COLLAPSE: Severity.ERROR,
+    AlertKind.EVALUATION_FAILED: Severity.WARNING,
+    AlertKind.MODEL_HELD: Severity.WARNING,
     AlertKind.CRASH_LOOP: Severity.CRITICAL,
     AlertKind.DEAD_LETTERS_GROWING: Severity.WARNING,
     AlertKind.IGNORED_UPLOAD: Severity.INFO,

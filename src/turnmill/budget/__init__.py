@@ -8,7 +8,7 @@ Pure figures and the records that they come from; who looks when is decided abov
 
 from turnmill.budget.allowance import Allowance
 from turnmill.budget.ceilings import PARAMETERS, raised, within_ceilings
-from turnmill.budget.forecast import Forecast, Pace, Range, forecast, pace_of, problems_of
+from turnmill.budget.forecast import Forecast, Pace, Range, forecast, num_evaluated, pace_of, problems_of
 from turnmill.budget.meter import Breach, Meter, spent_by, usd_per_hour_of, used_up
 from turnmill.budget.prices import LOCAL, Prices, Rate, check_price, load_prices, rate_of
 from turnmill.budget.spending import Spent, clocks, num_tokens, run_seconds, stage_hours, usd_of
@@ -29,6 +29,7 @@ __all__ = [
     "clocks",
     "forecast",
     "load_prices",
+    "num_evaluated",
     "num_tokens",
     "pace_of",
     "problems_of",

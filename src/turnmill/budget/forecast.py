@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from turnmill.budget.prices import Rate
 from turnmill.config import Config
 from turnmill.config.values import shown
-from turnmill.records import Metric
+from turnmill.records import Metric, RunKind
 
 # Rollouts for each one that is trained, before anything was measured: half of the groups have signal, about.
 _LIKELY_SURPLUS = 1.5
@@ -88,6 +88,24 @@ def pace_of(runs: Sequence[tuple[Mapping[str, object], Sequence[Metric]]]) -> Pa
         tokens_per_rollout=tokens / rollouts,
         seconds_per_token=seconds / tokens,
     )
+
+
+def num_evaluated(config: Config, kind: RunKind, *, has_eval_data: bool) -> int:
+    """Rollouts of all evaluations of a run, about: with the baseline, and without what the rounding to passes adds.
+
+    Those of one version add up: what is played of it while the run trains is not played again at the end.
+    """
+    if kind is not RunKind.TRAIN:
+        return config.eval_rollouts if has_eval_data else 0
+    if not has_eval_data:
+        return config.baseline_rollouts
+    at_ends = config.baseline_rollouts + 2 * config.eval_rollouts
+    if not config.val_every:
+        return at_ends
+    is_last_due = config.max_steps % config.val_every == 0
+    num_in_between = config.max_steps // config.val_every - is_last_due
+    more_at_ends = max(0, config.val_rollouts - config.eval_rollouts) * (1 + is_last_due)
+    return at_ends + more_at_ends + num_in_between * config.val_rollouts
 
 
 def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, num_eval_rollouts: int) -> Forecast:

@@ -14,6 +14,7 @@ from turnmill.cli.dlq import dlq
 from turnmill.cli.doctor import doctor
 from turnmill.cli.env import env
 from turnmill.cli.errors import SectionedGroup
+from turnmill.cli.evaluations import evaluations
 from turnmill.cli.external import external
 from turnmill.cli.logs import logs
 from turnmill.cli.queues import queues
@@ -29,7 +30,7 @@ from turnmill.cli.up import cancel, up, upload
 SECTIONS = {
     "Train": (demo, data, env, run, up, upload, cancel, resume, retry, deploy, external),
     "Use what was trained": (evaluate, serve, chat),
-    "Look": (runs, status, watch, conversations, tasks, rescore_command, logs, queues, cost, alerts),
+    "Look": (runs, status, watch, evaluations, conversations, tasks, rescore_command, logs, queues, cost, alerts),
     "Put right": (doctor, dlq, cleanup),
     "Of processes": (role,),
 }

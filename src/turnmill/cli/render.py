@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.cli.options import TRAINING_ALONE
+from turnmill.pipeline.promotion import worse_lines
 from turnmill.records import Alert, DeliveryState, Metric, Run, RunKind, RunStatus, Severity
 from turnmill.wiring.reading.figures import max_steps_of as max_steps_of
 from turnmill.wiring.reading.figures import rewards as rewards
@@ -74,9 +75,34 @@ def eta_s(metrics: Sequence[Metric], max_steps: int) -> float | None:
 def step_line(metric: Metric, max_steps: int) -> str:
     """One step in one line, for logs and pipes."""
     v = metric.values
+    held_out = f"  held-out {text}" if (text := _held_out(metric)) else ""
     return (
         f"step {metric.step}/{max_steps}  reward {v.get('reward_mean', float('nan')):.3f}  "
-        f"solved {v.get('solved', float('nan')):.3f}  {_detail(metric)}"
+        f"solved {v.get('solved', float('nan')):.3f}{held_out}  {_detail(metric)}"
+    )
+
+
+def _held_out(metric: Metric) -> str:
+    """What the evaluation after a step found; empty where there was none."""
+    v = metric.values
+    if "val_failed" in v:
+        return "failed"
+    if "val_solved" not in v:
+        return ""
+    return f"{v['val_solved']:.3f} ({v['val_solved_low']:.3f} to {v['val_solved_high']:.3f})"
+
+
+def held_out_curve(metrics: Sequence[Metric]) -> Text | None:
+    """The share of held-out rollouts that were solved, by evaluation, in one line; None where none was played."""
+    found = [metric for metric in metrics if "val_solved" in metric.values]
+    if not found:
+        return None
+    values = [metric.values["val_solved"] for metric in found]
+    steps = f"step {found[-1].step}" if len(found) == 1 else f"steps {found[0].step} to {found[-1].step}"
+    return Text.assemble(
+        ("held-out ", "dim"),
+        (sparkline(values), "green"),
+        (f"  {values[0]:.3f} → {_held_out(found[-1])} at {steps}", "dim"),
     )
 
 
@@ -129,6 +155,8 @@ def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
             )
         )
         rows.append(curve(metrics))
+        if (held_out := held_out_curve(metrics)) is not None:
+            rows.append(held_out)
         rows.append(Text(_detail(metrics[-1]), style="dim"))
     return Group(*rows)
 
@@ -237,12 +265,27 @@ def evaluation_lines(run: Run) -> list[str]:
         for name, result in stage.result.items()
     }
     titles = {"before": "held-out before training", "after": "held-out after training", "eval": "held-out"}
-    return [
-        f"{titles[name]}: {result['solved']:.3f} solved "
-        f"(95 % interval {result['solved_low']:.3f} to {result['solved_high']:.3f}; "
-        f"{result['num_valid']} rollouts, {result['num_tasks']} tasks, {result['num_invalid']} invalid)"
-        for name, result in found.items()
+    lines = []
+    for name, result in found.items():
+        lines.append(
+            f"{titles[name]}: {result['solved']:.3f} solved "
+            f"(95 % interval {result['solved_low']:.3f} to {result['solved_high']:.3f}; "
+            f"{result['num_valid']} rollouts, {result['num_tasks']} tasks, {result['num_invalid']} invalid)"
+        )
+        if several := several_text(result):
+            lines.append(f"  {several}")
+    return lines
+
+
+def several_text(result: Mapping[str, Any]) -> str:
+    """What tasks that were played more than once tell: pass@k (one of k is enough) and pass^k (all k are)."""
+    parts = [
+        f"{sign}{k} {estimate['value']:.3f} ({estimate['low']:.3f} to {estimate['high']:.3f})"
+        for kind, sign in (("pass_at", "pass@"), ("pass_hat", "pass^"))
+        for k, estimate in result.get(kind, {}).items()
+        if k != "1"
     ]
+    return ", ".join(parts)
 
 
 _BASELINE_TITLES = {"0": "none", "100": "all"}
@@ -280,7 +323,8 @@ def promotion_lines(run: Run) -> list[str]:
         return [f"published: {published['location']} ({promotion['rule']}: {promotion['reason']})"]
     return [
         f"not published ({promotion['rule']}: {promotion['reason']}); the checkpoint stays, "
-        "and promotion = always publishes any"
+        "and promotion = always publishes any",
+        *worse_lines(promotion),
     ]
 
 

@@ -52,7 +52,7 @@ PLAYED = (
     "max_length",
     "max_new_tokens",
     "micro_batch_tokens",
-    "temperature",
+    "val_temperature",
     "client_sampling",
     "served_model_names",
     "success_threshold",

@@ -99,9 +99,10 @@ async def progress(root: Path, run_id: str, *, ended: asyncio.Event | None = Non
 
 
 def _line(run: Run, metric: Metric) -> str | None:
-    """The line of a step, for the first, the last and some in between."""
+    """The line of a step, for the first, the last, some in between, and each that was evaluated."""
     max_steps = render.max_steps_of(run)
     told = metric.step in (1, max_steps) or metric.step % max(1, max_steps // NUM_LINES) == 0
+    told = told or any(name in metric.values for name in ("val_solved", "val_failed"))
     return render.step_line(metric, max_steps) if told else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, Config
 from turnmill.config.values import shown
+from turnmill.records import MIN_TEMPERATURE
 
 # An id becomes the name of a folder and of a module.
 _ENV_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -113,6 +114,15 @@ def compared_with(name: str) -> frozenset[str]:
     return frozenset(
         other for rule in RULES for one, other in ((rule.left, rule.right), (rule.right, rule.left)) if one == name
     )
+
+
+def temperature_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> list[str]:
+    """An evaluation is greedy, or samples: nothing is exact so close to 0 that it is neither."""
+    value = values["val_temperature"]
+    if not 0 < value < MIN_TEMPERATURE:
+        return []
+    told = f"val_temperature = {shown(value)} ({places['val_temperature']})"
+    return [f"{told}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"]
 
 
 def environment_problems(values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> list[str]:

@@ -15,6 +15,7 @@ from turnmill.config.combinations import (
     algorithm_problems,
     compared_with,
     environment_problems,
+    temperature_problems,
 )
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
 from turnmill.config.reads import reads
@@ -209,6 +210,8 @@ class _Layers:
         for rule in RULES:
             if not self._bad & {rule.left, rule.right} and (problem := rule.problem(values, places, chosen)):
                 self.problems.append(problem)
+        if "val_temperature" not in self._bad:
+            self.problems += temperature_problems(values, places)
         if not self._bad & set(ENVIRONMENT_PARAMETERS):
             self.problems += environment_problems(values, places, chosen)
         if not self._bad & set(ALGORITHM_PARAMETERS):

@@ -178,9 +178,7 @@ class Config:
     eval_rollouts: int = param(300, "held-out conversations, rounded up to whole passes", ge=1)
     val_every: int = param(0, "optimizer steps between evaluations during training; 0: none", ge=0)
     val_rollouts: int = param(64, "held-out conversations of each of those, rounded up to whole passes", ge=1)
-    val_temperature: float = param(
-        1.0, "sampling temperature of evaluations; 0: greedy, each conversation the likeliest", ge=0, le=2
-    )
+    val_temperature: float = param(1.0, "sampling temperature of evaluations; 0: greedy, each task once", ge=0, le=2)
     success_threshold: float = param(1.0, "a rollout passes at this reward")
     promotion: str = param(
         "not_worse",

@@ -79,6 +79,15 @@ class RunFigures:
             "turnmill_run_reward_mean", "Mean reward of all valid rollouts of the last step.", labels=run
         )
         self._solved = gauge("turnmill_run_solve_ratio", "Share of them that reached the threshold.", labels=run)
+        self._held_out = gauge(
+            "turnmill_run_held_out_solve_ratio",
+            "Share of held-out rollouts that reached the threshold in the last evaluation while it trained.",
+            labels=run,
+        )
+        self._held_out_reward = gauge(
+            "turnmill_run_held_out_reward_mean", "Mean reward of that evaluation.", labels=run
+        )
+        self._held_out_step = gauge("turnmill_run_held_out_step", "After which optimizer step it was.", labels=run)
         self._step_time = gauge(
             "turnmill_run_last_step_timestamp_seconds", "When the last step was made, Unix time.", labels=run
         )
@@ -160,6 +169,12 @@ class RunFigures:
             for family, name in ((self._reward, "reward_mean"), (self._solved, "solved")):
                 if name in metrics[-1].values:
                     family.add_metric(label, metrics[-1].values[name])
+
+        evaluated = next((metric for metric in reversed(metrics) if "val_solved" in metric.values), None)
+        if evaluated is not None:
+            self._held_out.add_metric(label, evaluated.values["val_solved"])
+            self._held_out_reward.add_metric(label, evaluated.values["val_reward_mean"])
+            self._held_out_step.add_metric(label, evaluated.step)
 
     def _add_queue(self, labels: list[str], queue: QueueStatus) -> None:
         states = {"available": queue.available, "in_flight": queue.in_flight, "delayed": queue.delayed}

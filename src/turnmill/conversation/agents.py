@@ -43,7 +43,7 @@ class Chats(Protocol):
     @property
     def offer(self) -> Offer: ...
 
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest: ...
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest: ...
 
     async def chat(
         self,
@@ -129,7 +129,7 @@ class Agents:
     async def complete(self, scope: Scope, receive: Receive, send: Send, secret: str, *, is_text: bool) -> Reply:
         """POST: a call, or several."""
         call = _Call.of(scope["headers"], self._hold_s)
-        request = self._sessions.parse(secret, await read_body(receive), is_text=is_text)
+        request = await self._sessions.parse(secret, await read_body(receive), is_text=is_text)
         if call.is_retry and self._admission.was_refused(secret, request.identity):
             call = msgspec.structs.replace(call, is_retry=False)
         self._admission.enter(secret, request.identity, request.num_choices)

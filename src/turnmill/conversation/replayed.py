@@ -134,7 +134,7 @@ class ReplayedChats:
             raise Unauthorized("unknown chat secret")
         return replayed
 
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         replayed = self._of(secret)
         offer = self.offers[replayed.sample.purpose]
         return parse_text(body, offer) if is_text else parse_chat(body, offer, replayed.attempt.heard)

@@ -15,7 +15,7 @@ from turnmill.conversation.branches import request_identity
 from turnmill.conversation.messages import Heard, Said, text_said
 from turnmill.conversation.tools import NO_TOOLS, Offered, parse_tool_choice
 from turnmill.errors import InvalidRequest
-from turnmill.records import MIN_TEMPERATURE, RunKind, Sampling
+from turnmill.records import MIN_TEMPERATURE, Purpose, RunKind, Sampling
 
 # The run's model, for clients that name none, and for those that do not know which it is.
 DEFAULT_MODEL = "turnmill"
@@ -44,13 +44,17 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         *,
         served_model_names: Sequence[str] = (),
         client_sampling: str = "refuse",
+        purpose: Purpose = Purpose.TRAIN,
     ) -> "Offer":
-        """What a run of this kind with these parameters offers."""
+        """What a run of this kind with these parameters offers in rollouts of a purpose."""
         base = config.base_model
         # A foreign trainer's model is known to it alone; of a folder only the name is anybody's business.
         own = () if kind is RunKind.EXTERNAL else (PurePath(base).name,) if base.startswith("/") else (base,)
         return cls(
-            sampling=Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
+            sampling=Sampling(
+                temperature=config.val_temperature if purpose is Purpose.EVAL else config.temperature,
+                max_new_tokens=config.max_new_tokens,
+            ),
             models=tuple(dict.fromkeys((DEFAULT_MODEL, *own, *served_model_names))),
             takes_sampling=client_sampling == "record",
         )
@@ -67,6 +71,28 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
                 code="model_not_found",
             )
         return name or DEFAULT_MODEL
+
+
+# What the rollouts of a run may be for. Of a foreign trainer's nobody knows which it evaluates with.
+_PURPOSES = {
+    RunKind.TRAIN: tuple(Purpose),
+    RunKind.EVAL: (Purpose.EVAL,),
+    RunKind.EXTERNAL: (Purpose.TRAIN,),
+}
+
+
+def offers_of(config: Config, kind: RunKind) -> dict[Purpose, Offer]:
+    """What a run of this kind with these parameters offers, by what its rollouts are for."""
+    return {
+        purpose: Offer.of(
+            config,
+            kind,
+            served_model_names=config.served_model_names,
+            client_sampling=config.client_sampling,
+            purpose=purpose,
+        )
+        for purpose in _PURPOSES[kind]
+    }
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from turnmill.conversation.attempts import Answer, Pending
 from turnmill.conversation.leases import Lease, Leases
 from turnmill.conversation.registry import Registry, SecretKind, hash_secret, same_hash
 from turnmill.conversation.reports import Report
-from turnmill.conversation.requests import ChatRequest, Offer
+from turnmill.conversation.requests import ChatRequest, Offer, offers_of
 from turnmill.errors import BackendUnavailable, Conflict, InvalidRequest, LeaseLost, ShuttingDown, Unauthorized
 from turnmill.ports import Leased, RunPorts, Write
 from turnmill.records import Run, SampleRecord, SampleState, StopReason, WorkerStatus, encode
@@ -54,9 +54,9 @@ class Service(ABC):
     def __init__(self, ports: RunPorts, run: Run, config: Config, leases: Leases) -> None:
         self.base_url = ""
         self.counts = SessionCounts()
-        self.offer = Offer.of(
-            config, run.kind, served_model_names=config.served_model_names, client_sampling=config.client_sampling
-        )
+        self._offers = offers_of(config, run.kind)
+        # All rollouts are offered the same, whatever they are for.
+        self._is_alike = all(offer == self.offer for offer in self._offers.values())
         self._ports = ports
         self._run = run
         self._leases = leases
@@ -65,13 +65,19 @@ class Service(ABC):
         # What nobody can be served any more for.
         self._failure: BackendUnavailable | None = None
 
+    @property
+    def offer(self) -> Offer:
+        """What is offered to rollouts that are trained; where none is, to all."""
+        return next(iter(self._offers.values()))
+
     # ------------------------------------------------------------ what differs
 
     @abstractmethod
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """A body of chat completions, or of completions, as the attempt of this secret may send it.
 
-        Raises `InvalidRequest` naming the key.
+        Raises `InvalidRequest` naming the key; where evaluations sample otherwise than training, `Unauthorized` and
+        `LeaseLost` as `chat` does: what is offered depends on what the attempt is for.
         """
 
     @abstractmethod

@@ -108,9 +108,12 @@ class Sessions(Service):
 
     # ------------------------------------------------------------ chat
 
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """See `Service.parse`."""
-        return parse_text(body, self.offer) if is_text else parse_chat(body, self.offer, self._registry.heard(secret))
+        offer = self.offer
+        if not self._is_alike:
+            offer = self._offers[(await self._registry.attempt_of(secret)).sample.purpose]
+        return parse_text(body, offer) if is_text else parse_chat(body, offer, self._registry.heard(secret))
 
     async def chat(
         self,

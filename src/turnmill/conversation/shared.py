@@ -109,9 +109,13 @@ class SharedSessions(Service):
 
     # ------------------------------------------------------------ chat
 
-    def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
+    async def parse(self, secret: str, body: bytes, *, is_text: bool = False) -> ChatRequest:
         """See `Service.parse`."""
-        return parse_text(body, self.offer) if is_text else parse_chat(body, self.offer, Heard())
+        offer = self.offer
+        if not self._is_alike:
+            sample, _ = await self._registry.read_sample(await self._registry.sample_key(secret, SecretKind.CHAT))
+            offer = self._offers[sample.purpose]
+        return parse_text(body, offer) if is_text else parse_chat(body, offer, Heard())
 
     async def chat(
         self,

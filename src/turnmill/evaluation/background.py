@@ -6,12 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from turnmill.evaluation.comparison import compare
 from turnmill.evaluation.held_out import Evaluation
 from turnmill.evaluation.playing import Progress
-from turnmill.records import Baseline, Purpose
+from turnmill.records import Baseline, Purpose, Version
 
-# Plays one file, given a name, the file, what for, and where to tell how far it is.
-Player = Callable[[str, Path, Purpose, Progress], Coroutine[Any, Any, Evaluation | Baseline]]
+BASE_VERSION = Version(incarnation=0, n=0)
+# Plays one file, given a name, the file, what for, with which weights, and where to tell how far it is.
+Player = Callable[[str, Path, Purpose, Version, Progress], Coroutine[Any, Any, Evaluation | Baseline]]
 
 
 class BackgroundEvaluations:
@@ -22,11 +24,13 @@ class BackgroundEvaluations:
         self._tasks: dict[str, asyncio.Task[Evaluation | Baseline]] = {}
         self._progress: dict[str, Progress] = {}
 
-    async def start(self, name: str, path: Path, purpose: Purpose = Purpose.EVAL) -> None:
+    async def start(
+        self, name: str, path: Path, purpose: Purpose = Purpose.EVAL, version: Version = BASE_VERSION
+    ) -> None:
         """Begin it, unless it was begun before."""
         if name not in self._tasks:
             self._progress[name] = Progress()
-            playing = self._player(name, path, purpose, self._progress[name])
+            playing = self._player(name, path, purpose, version, self._progress[name])
             self._tasks[name] = asyncio.create_task(playing, name=f"evaluate-{name}")
 
     def poll(self, name: str) -> dict[str, Any] | None:
@@ -37,6 +41,12 @@ class BackgroundEvaluations:
         if task.exception() is not None:
             del self._tasks[name]
         return asdict(task.result())
+
+    def compare(self, before: str, after: str, *, by: str) -> dict[str, Any]:
+        """How the tasks of two evaluations that are done went, as plain data."""
+        found = [task.result() for task in (self._tasks[before], self._tasks[after])]
+        first, second = (one.tasks for one in found if isinstance(one, Evaluation))
+        return asdict(compare(first, second, by=by))
 
     def progress(self, name: str) -> str:
         """How far it is, for people."""

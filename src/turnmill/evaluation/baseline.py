@@ -30,14 +30,11 @@ async def measure_baseline(
     An invalid rollout is played again; raises `NoProgress` once more are invalid than were asked for.
     """
     planned = plan(tasks, config.baseline_max_rollouts, seed=config.seed)
-    valid, num_invalid = await play(
-        planned[: config.baseline_rollouts], rollouts, name=NAME, progress=progress, ration=ration
-    )
+    played = await play(planned[: config.baseline_rollouts], rollouts, name=NAME, progress=progress, ration=ration)
+    valid, num_invalid = played.valid, played.num_invalid
     if _verdict(_num_passed(valid, config.success_threshold), len(valid)) is not BaselineVerdict.SIGNAL:
-        more, num_more = await play(
-            planned[config.baseline_rollouts :], rollouts, name=NAME, progress=progress, ration=ration
-        )
-        valid, num_invalid = [*valid, *more], num_invalid + num_more
+        more = await play(planned[config.baseline_rollouts :], rollouts, name=NAME, progress=progress, ration=ration)
+        valid, num_invalid = [*valid, *more.valid], num_invalid + more.num_invalid
     return summarise_baseline(valid, num_invalid=num_invalid, run=run, config=config)
 
 

@@ -1,8 +1,8 @@
 """Rollouts that are measured and never trained: asked for, waited for, and played again where they were invalid."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnmill.budget import Allowance
@@ -43,39 +43,69 @@ class Ration:
         return num if num > 0 and not await self.allowance.look() else 0
 
 
-async def play(
-    wanted: Sequence[Task], rollouts: RolloutSource, *, name: str, progress: Progress, ration: Ration | None = None
-) -> tuple[list[SampleRecord], int]:
-    """One valid rollout for each of `wanted`, as they ended, and how many were invalid and played again.
+@dataclass(kw_only=True)
+class Played:
+    """What came of a number of wanted rollouts."""
 
-    Raises `NoProgress` once more are invalid than were asked for, and `BudgetExceeded` when the ration's allowance is
+    # As they ended.
+    valid: list[SampleRecord] = field(default_factory=list)
+    # Without a reward, and with one that was not accepted: both were played again.
+    num_invalid: int = 0
+    num_refused: int = 0
+
+
+async def _any(_: SampleRecord) -> bool:
+    return True
+
+
+async def play(
+    wanted: Sequence[Task],
+    rollouts: RolloutSource,
+    *,
+    name: str,
+    progress: Progress,
+    groups: str | None = None,
+    ration: Ration | None = None,
+    accept: Callable[[SampleRecord], Awaitable[bool]] = _any,
+) -> Played:
+    """One valid rollout, which `accept` takes, for each of `wanted`, in groups that begin with `groups`.
+
+    Raises `NoProgress` once more were lost than were asked for, and `BudgetExceeded` when the ration's allowance is
     used up before all were played.
     """
+    groups = f"{name}/" if groups is None else groups
     progress.num_wanted += len(wanted)
     by_id = {task.id: task for task in wanted}
-    waiting = deque((task, f"{name}/{task.id}") for task in wanted)
+    waiting = deque((task, f"{groups}{task.id}") for task in wanted)
     missing: set[str] = set()
-    valid: list[SampleRecord] = []
-    num_invalid = 0
+    played = Played()
     while waiting or missing:
         num = len(waiting) if ration is None else await ration.num_now(len(waiting), len(missing))
         if num:
             missing.update(await rollouts.request([waiting.popleft() for _ in range(num)]))
         if not missing:
-            raise BudgetExceeded(f"evaluation {name}: {len(valid)} of {len(wanted)} rollouts were played")
+            raise BudgetExceeded(f"evaluation {name}: {len(played.valid)} of {len(wanted)} rollouts were played")
         for sample in await rollouts.ended():
             if sample.sample_id not in missing:
                 continue
             missing.discard(sample.sample_id)
-            if sample.is_valid:
-                valid.append(sample)
+            if sample.is_valid and await accept(sample):
+                played.valid.append(sample)
                 progress.num_done += 1
                 continue
-            num_invalid += 1
-            if num_invalid > len(wanted):
-                raise NoProgress(
-                    f"evaluation {name}: {num_invalid} rollouts were invalid, the last one {sample.key}: "
-                    f"{sample.reason}: {sample.detail}"
-                )
-            waiting.append((by_id[sample.task_id], f"{name}/{sample.task_id}"))
-    return valid, num_invalid
+            _lose(sample, played, name, len(wanted))
+            waiting.append((by_id[sample.task_id], f"{groups}{sample.task_id}"))
+    return played
+
+
+def _lose(sample: SampleRecord, played: Played, name: str, num_wanted: int) -> None:
+    """Count one that does not count; raises `NoProgress` if that is too much."""
+    if sample.is_valid:
+        played.num_refused += 1
+    else:
+        played.num_invalid += 1
+    num_lost = played.num_invalid + played.num_refused
+    if num_lost > num_wanted:
+        what = "had tokens of other weights" if sample.is_valid else f"{sample.reason}: {sample.detail}"
+        were = "invalid" if not played.num_refused else "invalid or of other weights"
+        raise NoProgress(f"evaluation {name}: {num_lost} rollouts were {were}, the last one {sample.key}: {what}")

@@ -5,6 +5,7 @@ run record, metrics, evaluations, decision -> lineage -> card
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -59,6 +60,10 @@ def lineage_of(run: Run, model: PublishedModel, metrics: Sequence[Metric]) -> di
             "difference": model.promotion.difference,
             "low": model.promotion.low,
             "high": model.promotion.high,
+            "metric": model.promotion.metric,
+            "num_better": model.promotion.num_better,
+            "num_worse": model.promotion.num_worse,
+            "worse": [asdict(task) for task in model.promotion.worse],
         },
     }
 
@@ -135,11 +140,46 @@ def _results(lineage: Mapping[str, Any]) -> str:
             rows.append((title, *_share(evaluations[name], "solved", "solved_", "num_valid")))
     table = _table(("what", "solved", "95 % interval", "mean reward", "rollouts", "tasks"), rows)
     promotion = lineage["promotion"]
-    return (
-        f"{table}\n\nPublished by the rule `{promotion['rule']}`: {promotion['reason']}."
-        if rows
-        else (f"Nothing was measured. Published by the rule `{promotion['rule']}`: {promotion['reason']}.")
-    )
+    published = f"Published by the rule `{promotion['rule']}`: {promotion['reason']}."
+    if not rows:
+        return f"Nothing was measured. {published}"
+    return "\n\n".join([table, published, *_several(evaluations), *_worse(promotion)])
+
+
+def _several(evaluations: Mapping[str, Any]) -> list[str]:
+    """What a task played more than once tells: at least one of k rollouts solves it, and all of k do."""
+    sides = [evaluations[name] for name in ("before", "after") if evaluations.get(name, {}).get("pass_at")]
+    ks = [k for k in sides[0]["pass_at"] if k != "1"] if len(sides) == 2 else []
+    rows = [
+        (title.format(k), *(_interval_of(side[kind][k]) for side in sides))
+        for kind, title in (("pass_at", "pass@{}"), ("pass_hat", "pass^{}"))
+        for k in ks
+    ]
+    return [_table(("of held-out tasks like these", "before training", "after"), rows)] if rows else []
+
+
+def _interval_of(estimate: Mapping[str, Any]) -> str:
+    return f"{estimate['value']:.3f} ({estimate['low']:.3f} to {estimate['high']:.3f})"
+
+
+def _worse(promotion: Mapping[str, Any]) -> list[str]:
+    tasks = promotion["worse"]
+    if not tasks:
+        return []
+    rows = [
+        (
+            task["task_id"],
+            f"{task['solved_before']} of {task['num_before']}",
+            f"{task['solved_after']} of {task['num_after']}",
+            f"{task['reward_before']:.3f}",
+            f"{task['reward_after']:.3f}",
+        )
+        for task in tasks
+    ]
+    told = f"{promotion['num_worse']} held-out tasks went worse and {promotion['num_better']} better"
+    shown = f"; the {len(rows)} that lost most" if len(rows) < promotion["num_worse"] else ""
+    head = ("task", "solved before", "after", "mean reward before", "after")
+    return [f"{told}{shown}:", _table(head, rows)]
 
 
 def _share(figures: Mapping[str, Any], share: str, prefix: str, num: str) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnmill.records import Promotion
+from turnmill.records import Promotion, TaskChange
 
 # By task id: how many rollouts were solved, of how many.
 Counts = Mapping[str, tuple[int, int]]
@@ -78,23 +78,82 @@ def difference_interval(pairs: Pairs, before: Mapping[str, Any], after: Mapping[
     return low, high
 
 
-def decide(rule: str, evaluations: Mapping[str, Mapping[str, Any]]) -> Promotion:
-    """By the parameter `promotion` and what Evaluate recorded, `pairs` included; nothing without held-out tasks."""
+def worse_lines(promotion: Mapping[str, Any]) -> list[str]:
+    """The held-out tasks that went worse, a line each, the worst first; nothing where none did."""
+    tasks = promotion.get("worse", ())
+    if not tasks:
+        return []
+    rows = [
+        (
+            str(task["task_id"]),
+            f"{task['solved_before']} of {task['num_before']}",
+            f"{task['solved_after']} of {task['num_after']}",
+            f"{task['reward_before']:.3f}",
+            f"{task['reward_after']:.3f}",
+        )
+        for task in tasks
+    ]
+    head = ("task", "solved before", "after", "mean reward before", "after")
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    left_out = promotion["num_worse"] - len(rows)
+    return [
+        f"{promotion['num_worse']} held-out tasks went worse, {promotion['num_better']} better:",
+        *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)),
+        *([f"  and {left_out} more"] if left_out else []),
+    ]
+
+
+def decide(rule: str, evaluations: Mapping[str, Mapping[str, Any]], metric: str = "solved") -> Promotion:
+    """By the parameters `promotion` and `promotion_metric`, and what Evaluate recorded, `pairs` and `comparison`
+    included; nothing without held-out tasks.
+    """
     if "after" not in evaluations:
         is_published = rule != "better"
         reason = "not evaluated: there are no held-out tasks" + ("" if is_published else ", and it must be better")
-        return Promotion(rule=rule, is_published=is_published, reason=reason)
-    before, after = evaluations["before"], evaluations["after"]
-    low, high = difference_interval(Pairs(**after["pairs"]), before, after)
-    is_published = {"not_worse": high >= 0, "better": low > 0, "always": True}[rule]
-    finding = "better than" if low > 0 else "worse than" if high < 0 else "not told apart from"
-    difference = after["solved"] - before["solved"]
+        return Promotion(rule=rule, is_published=is_published, reason=reason, metric=metric)
+    after = evaluations["after"]
+    change = _change(evaluations["before"], after, metric)
+    # Without an interval nothing is shown.
+    is_better = change.low is not None and change.low > 0
+    is_worse = change.high is not None and change.high < 0
+    is_published = {"not_worse": not is_worse, "better": is_better, "always": True}[rule]
+    finding = "better than" if is_better else "worse than" if is_worse else "not told apart from"
+    what = " by their mean reward" if metric == "reward" else ""
+    comparison = after.get("comparison", {})
     return Promotion(
         rule=rule,
         is_published=is_published,
-        reason=f"{finding} its base on held-out tasks: {difference:+.3f} (95 % interval {low:+.3f} to {high:+.3f})",
-        difference=difference,
-        low=low,
-        high=high,
+        reason=f"{finding} its base on held-out tasks{what}: {change.text}",
+        metric=metric,
+        difference=change.difference,
+        low=change.low,
+        high=change.high,
         num_pairs=after["num_valid"],
+        num_better=comparison.get("num_better", 0),
+        num_worse=comparison.get("num_worse", 0),
+        worse=tuple(TaskChange(**task) for task in comparison.get("worse", ())),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """After less before, with its 95 % interval; None where there are too few tasks for one."""
+
+    difference: float
+    low: float | None
+    high: float | None
+
+    @property
+    def text(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.difference:+.3f} (too few tasks for a 95 % interval)"
+        return f"{self.difference:+.3f} (95 % interval {self.low:+.3f} to {self.high:+.3f})"
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> _Change:
+    if metric == "reward":
+        # Of the tasks' differences: see `evaluation.statistics.mean_of_tasks`.
+        reward = after["comparison"]["reward"]
+        return _Change(difference=reward["value"], low=reward["low"], high=reward["high"])
+    low, high = difference_interval(Pairs(**after["pairs"]), before, after)
+    return _Change(difference=after["solved"] - before["solved"], low=low, high=high)

@@ -45,7 +45,7 @@ async def _decide_and_publish(ctx: StageContext) -> dict[str, Any]:
     if stored is None:
         run = await load_run(ctx.ports.runs, ctx.run.run_id)
         evaluations = {stage.name: stage.result for stage in run.current_stages}.get("Evaluate", {})
-        promotion = decide(ctx.config.promotion, evaluations)
+        promotion = decide(ctx.config.promotion, evaluations, ctx.config.promotion_metric)
         if not promotion.is_published:
             return _result(promotion, None)
         stored = await _publish(ctx, status, promotion)
@@ -79,7 +79,7 @@ async def _publish(ctx: StageContext, status: TrainingStatus, promotion: Promoti
         promotion=promotion,
         files={},
     )
-    metrics = [metric for metric in await ctx.ports.metrics.read(run.run_id) if metric.step <= status.step]
+    metrics = [metric for metric in await ctx.ports.metrics.read(run.run_id) if 0 < metric.step <= status.step]
     lineage = lineage_of(run, model, metrics)
     documents = {LINEAGE: json.dumps(lineage, indent=2).encode(), CARD: card_of(lineage).encode()}
     return await ctx.ports.models.publish(model, source, documents)

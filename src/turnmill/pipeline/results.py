@@ -1,5 +1,6 @@
 """The stages that follow training: what was learned is measured."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,9 @@ from typing import Any
 from turnmill.errors import NotFound
 from turnmill.pipeline.budget import check_budget
 from turnmill.pipeline.processes import check_roles, training_status
-from turnmill.pipeline.promotion import pair
-from turnmill.pipeline.stage import Done, Handle, Running, StageContext
+from turnmill.pipeline.promotion import Counts, pair
+from turnmill.pipeline.stage import BASE_VERSION, Done, Handle, Running, StageContext
 from turnmill.records import RunKind, Version
-
-BASE_VERSION = Version(incarnation=0, n=0)
 
 # ---------------------------------------------------------------- Evaluate
 
@@ -38,13 +37,21 @@ async def poll_evaluate(ctx: StageContext, handle: Handle) -> Running | Done:
         if version is not None and name not in handle.setdefault("pointed", []):
             await ctx.ports.weights.point(Version.parse(version))
             handle["pointed"].append(name)
-        await ctx.evaluations.start(name, Path(str(ctx.run.eval_path)))
+        played = BASE_VERSION if version is None else Version.parse(version)
+        await ctx.evaluations.start(name, Path(str(ctx.run.eval_path)), version=played)
         result = ctx.evaluations.poll(name)
         if result is None:
             return Running(detail=f"evaluating {name}: {ctx.evaluations.progress(name)}")
-        results[name] = {**result, "version": version or str(BASE_VERSION)}
-    # Of the single tasks stays what the decision to publish needs: the record of the run holds no long lists.
-    by_task = {name: result.pop("by_task") for name, result in results.items()}
+        results[name] = result
+    # Of the single tasks stays what the decision to publish needs, and which went worse: the record of the run holds no
+    # long lists. All of them are in the blobs of the evaluations.
+    counts = {name: _counts_of(result.pop("tasks")) for name, result in results.items()}
     if "after" in results:
-        results["after"]["pairs"] = asdict(pair(by_task["before"], by_task["after"]))
+        results["after"]["pairs"] = asdict(pair(counts["before"], counts["after"]))
+        by = ctx.config.promotion_metric
+        results["after"]["comparison"] = ctx.evaluations.compare("before", "after", by=by)
     return Done(result=results)
+
+
+def _counts_of(tasks: Mapping[str, Mapping[str, Any]]) -> Counts:
+    return {task_id: (task["num_solved"], task["num_rollouts"]) for task_id, task in tasks.items()}

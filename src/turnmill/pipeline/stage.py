@@ -14,9 +14,11 @@ from turnmill.config import Config
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.background import Background
 from turnmill.ports import Launcher, RunPorts
-from turnmill.records import ErrorClass, Purpose, Run, RunKind
+from turnmill.records import ErrorClass, Purpose, Run, RunKind, Version
 
 Handle = dict[str, Any]
+# Weights that nobody has trained.
+BASE_VERSION = Version(incarnation=0, n=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,21 @@ class Done:
 class Evaluations(Protocol):
     """Rollouts that are measured, in the background, by name; starting a name twice does nothing."""
 
-    async def start(self, name: str, path: Path, purpose: Purpose = Purpose.EVAL) -> None:
-        """Evaluate on a file, or (BASELINE) play the baseline on it, which ends by recording it."""
+    async def start(
+        self, name: str, path: Path, purpose: Purpose = Purpose.EVAL, version: Version = BASE_VERSION
+    ) -> None:
+        """Evaluate a version on a file, or (BASELINE) play the baseline on it, which ends by recording it.
+
+        The version must be the one pointed to.
+        """
         ...
 
     def poll(self, name: str) -> dict[str, Any] | None:
         """The result, or None while it runs; raises what the evaluation raised."""
+        ...
+
+    def compare(self, before: str, after: str, *, by: str) -> dict[str, Any]:
+        """How the tasks of two evaluations that are done went: see `evaluation.Comparison`; `by` solved or reward."""
         ...
 
     def progress(self, name: str) -> str:

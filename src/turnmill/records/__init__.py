@@ -73,7 +73,7 @@ from turnmill.records.keys import (
     trigger_dead_letter_key,
     worker_key,
 )
-from turnmill.records.models import LatestModel, ModelFile, Promotion, PublishedModel
+from turnmill.records.models import LatestModel, ModelFile, Promotion, PublishedModel, TaskChange
 from turnmill.records.outcomes import (
     CheckState,
     DropReason,
@@ -194,6 +194,7 @@ __all__ = [
     "StopReason",
     "Task",
     "TaskBaseline",
+    "TaskChange",
     "TaskOutcome",
     "TrainingStatus",
     "Upload",

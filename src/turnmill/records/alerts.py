@@ -18,6 +18,10 @@ class AlertKind(StrEnum):
     STAGE_SLOW = "stage_slow"
     BUDGET_BREACH = "budget_breach"
     REWARD_COLLAPSE = "reward_collapse"
+    # Of the evaluations while a run trains: the last one that was due could not be played.
+    EVALUATION_FAILED = "evaluation_failed"
+    # The run has succeeded, and what it trained is not published.
+    MODEL_HELD = "model_held"
     CRASH_LOOP = "crash_loop"
     DEAD_LETTERS_GROWING = "dead_letters_growing"
     IGNORED_UPLOAD = "ignored_upload"

@@ -8,6 +8,25 @@ from turnmill.records.training import Version
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskChange:
+    """A held-out task before and after training: valid rollouts, how many were solved, and their mean reward."""
+
+    task_id: str
+    num_before: int
+    num_after: int
+    solved_before: int
+    solved_after: int
+    reward_before: float
+    reward_after: float
+
+    def gain(self, metric: str) -> float:
+        """After less before, of the share that was solved, or of the mean reward."""
+        if metric == "reward":
+            return self.reward_after - self.reward_before
+        return self.solved_after / self.num_after - self.solved_before / self.num_before
+
+
+@dataclass(frozen=True, kw_only=True)
 class Promotion:
     """Whether a trained model is published, by what it did on held-out tasks before and after training."""
 
@@ -16,12 +35,19 @@ class Promotion:
     is_published: bool
     # For people.
     reason: str
-    # Share solved after training less that before, with its 95 % interval; None without held-out tasks.
+    # The parameter `promotion_metric`.
+    metric: str = "solved"
+    # Of that metric, after training less before, with its 95 % interval. None without held-out tasks; an interval of
+    # rewards also with fewer than six of them.
     difference: float | None = None
     low: float | None = None
     high: float | None = None
     # Rollouts of each side.
     num_pairs: int = 0
+    # Tasks by how they changed, and those that went worse, the worst first: at most twenty of them.
+    num_better: int = 0
+    num_worse: int = 0
+    worse: tuple[TaskChange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

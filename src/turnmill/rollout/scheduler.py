@@ -39,6 +39,7 @@ from turnmill.records import (
     sample_key,
     sample_prefix,
 )
+from turnmill.rollout.news import News
 
 logger = logging.getLogger(__name__)
 BATCH_SIZE = 256
@@ -73,7 +74,7 @@ class Scheduler:
         self,
         records: RecordStore,
         rollout_request: WorkQueue,
-        rollout_response: WorkQueue,
+        rollout_response: News,
         run_id: str,
         purpose: Purpose,
         config: Config,
@@ -81,7 +82,10 @@ class Scheduler:
         reward_range: tuple[float, float] = REWARD_RANGE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds that only go up: setting the wall clock must give no sample up."""
+        """`rollout_response` is the queue itself for a scheduler that is alone, and its `Inbox` beside another one.
+
+        `clock` gives seconds that only go up: setting the wall clock must give no sample up.
+        """
         self.counts = SchedulerCounts()
         self._records = records
         self._requests = rollout_request

@@ -38,6 +38,7 @@ from turnmill.training.stepper import Stepper, Taken
 from turnmill.training.tally import Tally, step_values
 from turnmill.training.task_statistics import TaskTable, write_statistics
 from turnmill.training.trainer import StepResult, Trainer, threads_alone
+from turnmill.training.validation import Evaluator, Validation
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
@@ -57,6 +58,7 @@ async def train(
     trainer: Trainer,
     folder: Path,
     stop: asyncio.Event,
+    evaluator: Evaluator | None = None,
 ) -> None:
     """Train up to step `config.max_steps`, or until `stop`, and leave the final checkpoint in `folder`/final.
 
@@ -65,7 +67,8 @@ async def train(
     its tokens, what is being collected is given up and the last weights are exported.
     """
     status = await Status.open(ports.records, run.run_id, config.max_steps)
-    training = _Training(ports, run.run_id, config, trainer, status, folder)
+    validation = Validation(config, evaluator, stop, run.run_id)
+    training = _Training(ports, run.run_id, config, trainer, status, folder, validation)
     collector: Collector | None = None
     try:
         progress = await training.resume(stop)
@@ -97,9 +100,17 @@ class _Training:
     """The steps of one trainer process."""
 
     def __init__(
-        self, ports: RunPorts, run_id: str, config: Config, trainer: Trainer, status: Status, folder: Path
+        self,
+        ports: RunPorts,
+        run_id: str,
+        config: Config,
+        trainer: Trainer,
+        status: Status,
+        folder: Path,
+        validation: Validation,
     ) -> None:
         self._ports = ports
+        self._validation = validation
         self._run_id = run_id
         self._config = config
         self._status = status
@@ -164,7 +175,11 @@ class _Training:
         return state
 
     async def _steps(self, collector: Collector, stop: asyncio.Event) -> str:
+        await self._validate_base()
         while self.step < self._config.max_steps:
+            if self._validation.is_due(self.step) and not self._config.is_async:
+                # Nothing else is played meanwhile: a step's times are those of its own rollouts.
+                await self._until_told()
             before = (self._tally.num_ended, self._tally.num_failed)
             collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
             if collected is None:
@@ -243,8 +258,23 @@ class _Training:
         await self._status.write("running", max(batch.step, self._status.step), version=self.version)
         failpoints.hit("status-written")
 
+    async def _validate_base(self) -> None:
+        """Before the first step: what the base model does on the held-out tasks, as the metric of step 0."""
+        is_told = any(step == 0 for step, _ in self._told)
+        if self.step or is_told or not self._validation.is_due(0):
+            return
+        if values := await self._validation.values(0, self.version):
+            await self._ports.metrics.write(
+                Metric(
+                    run_id=self._run_id, step=0, incarnation=self._status.incarnation, time=time.time(), values=values
+                )
+            )
+
     async def _write_metric(self, batch: Batch, result: StepResult) -> None:
         values = batch.values | step_values(result)
+        # Older weights, whose steps are made again, are served no more.
+        if batch.step >= self._status.step:
+            values |= await self._validation.values(batch.step, self.version)
         metric = Metric(
             run_id=self._run_id, step=batch.step, incarnation=batch.incarnation, time=time.time(), values=values
         )

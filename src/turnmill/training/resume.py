@@ -69,7 +69,11 @@ async def resume(
     for batch in applied[stepper.step :]:
         if stop.is_set():
             return None
-        await finish(batch, await stepper.replay(batch))
+        result = await stepper.replay(batch)
+        if batch is applied[-1]:
+            # What may still have to be measured of it is played by replicas.
+            await stepper.point()
+        await finish(batch, result)
     await stepper.point()
     for item in live[len(applied) :]:
         if stop.is_set():

@@ -165,7 +165,7 @@ class Mirror:
     # ------------------------------------------------------------ one run
 
     def _send(self, run: Run) -> None:
-        steps = self._steps.setdefault(run.run_id, SeenSteps(self._root, run.run_id)).look()
+        steps = self._steps.setdefault(run.run_id, SeenSteps(self._root, run.run_id, first=0)).look()
         mark = (*_mark_of(run), len(steps), steps[-1:])
         if self._done.get(run.run_id) == mark:
             return

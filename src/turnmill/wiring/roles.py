@@ -23,12 +23,14 @@ from turnmill.pipeline.processes import EXIT_REFUSED
 from turnmill.ports import RunPorts
 from turnmill.records import EnvironmentChoice, PreflightRequest, Purpose, Run, RunKind, decode
 from turnmill.rollout.box.isolation import Settings
+from turnmill.rollout.news import Listener, News
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
 from turnmill.wiring import variables
 from turnmill.wiring.backend import backend_of, open_external_run, rollout_alarm
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_validated
+from turnmill.wiring.running.measuring import Validator
 
 logger = logging.getLogger(__name__)
 ROLES = ("worker", "replica", "trainer", "preflight", "proxy")
@@ -212,20 +214,39 @@ async def _trainer(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
         if run.data_path is None:
             raise InvalidInput(f"run {run_id} has no training data")
         tasks = await asyncio.to_thread(read_validated, run, Path(run.data_path))
-        scheduler = Scheduler(
-            ports.records, ports.rollout_request, ports.rollout_response, run_id, Purpose.TRAIN, config
-        )
-        await scheduler.start()
-        try:
-            await train(
-                ports,
-                run=run,
-                config=config,
-                tasks=tasks,
-                rollouts=scheduler,
-                trainer=Trainer(assets.model_folder(config.base_model), config),
-                folder=root / "runs" / run_id / "checkpoints",
-                stop=stop,
-            )
-        finally:
-            await scheduler.close()
+        async with _validator(ports, run, config) as (validator, news):
+            scheduler = Scheduler(ports.records, ports.rollout_request, news, run_id, Purpose.TRAIN, config)
+            await scheduler.start()
+            try:
+                await train(
+                    ports,
+                    run=run,
+                    config=config,
+                    tasks=tasks,
+                    rollouts=scheduler,
+                    trainer=Trainer(assets.model_folder(config.base_model), config),
+                    folder=root / "runs" / run_id / "checkpoints",
+                    stop=stop,
+                    evaluator=validator,
+                )
+            finally:
+                await scheduler.close()
+
+
+@asynccontextmanager
+async def _validator(ports: RunPorts, run: Run, config: Config) -> AsyncIterator[tuple[Validator | None, News]]:
+    """What evaluates while the run trains, and where the run's own scheduler has its news from.
+
+    None where nothing is to be evaluated: then the scheduler is alone with the queue.
+    """
+    if not config.val_every or run.eval_path is None:
+        yield None, ports.rollout_response
+        return
+    held_out = await asyncio.to_thread(read_validated, run, Path(run.eval_path))
+    listener = Listener(ports.rollout_response, (Purpose.TRAIN, Purpose.EVAL))
+    inboxes = listener.inboxes
+    listener.start()
+    try:
+        yield Validator(ports, run.run_id, config, held_out, inboxes[Purpose.EVAL]), inboxes[Purpose.TRAIN]
+    finally:
+        await listener.close()

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from turnmill.budget import Forecast, Pace, Rate, forecast, pace_of, problems_of
+from turnmill.budget import Forecast, Pace, Rate, forecast, num_evaluated, pace_of, problems_of
 from turnmill.config import Config
-from turnmill.records import Metric
+from turnmill.records import Metric, RunKind
 
 PACE = Pace(num_steps=10, surplus=1.5, tokens_per_rollout=20.0, seconds_per_token=0.01)
 RATE = Rate(usd_per_hour=36.0, text="36 USD/h")
@@ -97,3 +97,25 @@ def test_the_runs_of_a_day_share_a_ceiling() -> None:
     assert problems_of(of(PACE), config(), {}, 8.7, 10.0) == []
     (problem,) = problems_of(of(PACE), config(), {}, 8.9, 10.0)
     assert "usd_per_day = 10" in problem and "8.90 USD" in problem and "1.20 USD" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "num"),
+    [
+        # The baseline, and before and after.
+        ({}, 64 + 300 + 300),
+        # After 3, 6 and 9 of 10 steps, too; what is played before the first one counts for `before`.
+        ({"val_every": 3}, 64 + 300 + 3 * 20 + 300),
+        # The last of 2, 4, 6, 8, 10 counts for `after`.
+        ({"val_every": 2}, 64 + 300 + 4 * 20 + 300),
+        # Unless there are more of them.
+        ({"val_every": 2, "val_rollouts": 400}, 64 + 400 + 4 * 400 + 400),
+        ({"val_every": 3, "val_rollouts": 400}, 64 + 400 + 3 * 400 + 300),
+        ({"val_every": 100, "baseline_rollouts": 0}, 300 + 300),
+    ],
+)
+def test_evaluations_while_a_run_trains_are_counted_and_none_twice(changes: dict[str, Any], num: int) -> None:
+    made = config(**{"val_rollouts": 20, **changes})
+    assert num_evaluated(made, RunKind.TRAIN, has_eval_data=True) == num
+    assert num_evaluated(made, RunKind.TRAIN, has_eval_data=False) == made.baseline_rollouts
+    assert num_evaluated(made, RunKind.EVAL, has_eval_data=True) == 300

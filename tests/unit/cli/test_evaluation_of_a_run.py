@@ -19,18 +19,18 @@ def trained(resolved: Resolved) -> Run:
 
 
 def test_what_was_set_about_playing_is_taken_with_its_source() -> None:
-    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "temperature": 0.5, "lr": 0.1, "seed": 7}))
+    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "val_temperature": 0.5, "lr": 0.1, "seed": 7}))
     played = as_played(load_config(), run)
-    assert played.config.env_args == {"max_turns": 3} and played.config.temperature == 0.5
+    assert played.config.env_args == {"max_turns": 3} and played.config.val_temperature == 0.5
     assert played.sources["env_args"] == "run r1" and played.sources["max_length"] == "default"
     assert (played.config.lr, played.config.seed) == (load_config().config.lr, 0)
 
 
 def test_what_is_set_anew_wins() -> None:
-    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "temperature": 0.5}))
-    played = as_played(load_config(environ={"TURNMILL_TEMPERATURE": "0.7"}, flags={"env_args": {}}), run)
+    run = trained(load_config(flags={"env_args": {"max_turns": 3}, "val_temperature": 0.5}))
+    played = as_played(load_config(environ={"TURNMILL_VAL_TEMPERATURE": "0.7"}, flags={"env_args": {}}), run)
     assert played.config.env_args == {} and played.sources["env_args"] == "--env-args"
-    assert played.config.temperature == 0.7
+    assert played.config.val_temperature == 0.7
 
 
 def test_the_environment_of_the_run_is_taken_as_a_whole_or_not_at_all() -> None:

@@ -172,3 +172,32 @@ def test_a_run_says_where_its_model_is_published_or_why_it_is_not() -> None:
     (held,) = lines(promotion={**promotion, "is_published": False, "reason": "worse than its base"}, location=None)
     assert held.startswith("not published (not_worse: worse than its base); the checkpoint stays")
     assert render.promotion_lines(run()) == []
+
+
+def test_the_line_of_an_evaluated_step_tells_what_was_found() -> None:
+    found = {"val_solved": 0.25, "val_solved_low": 0.2, "val_solved_high": 0.31}
+    one = Metric(run_id="r", step=2, time=1.0, values={"reward_mean": 0.5, "solved": 0.4, **found})
+    assert "solved 0.400  held-out 0.250 (0.200 to 0.310)" in render.step_line(one, 20)
+    failed = Metric(run_id="r", step=2, time=1.0, values={"reward_mean": 0.5, "val_failed": 1.0})
+    assert "held-out failed" in render.step_line(failed, 20)
+    assert "held-out" not in render.step_line(metric(2, 0.5, 1.0), 20)
+    assert render.held_out_curve([metric(1, 0.5, 1.0), failed]) is None
+    later = Metric(run_id="r", step=4, time=2.0, values={**found, "val_solved": 0.5})
+    curve = render.held_out_curve([one, metric(3, 0.5, 1.5), later])
+    assert curve is not None and "0.250 → 0.500 (0.200 to 0.310) at steps 2 to 4" in curve.plain
+
+
+def test_a_model_that_is_held_back_is_shown_with_the_tasks_that_went_worse() -> None:
+    task = {"task_id": "t7", "num_before": 4, "num_after": 4, "solved_before": 4, "solved_after": 0}
+    promotion = {
+        "rule": "not_worse",
+        "is_published": False,
+        "reason": "worse than its base",
+        "num_worse": 1,
+        "num_better": 0,
+        "worse": [{**task, "reward_before": 1.0, "reward_after": 0.0}],
+    }
+    stage = StageRecord(name="Publish", state="done", started_at=1.0, result={"promotion": promotion, "location": None})
+    lines = render.promotion_lines(run(stages=(stage,)))
+    assert lines[0].startswith("not published (not_worse: worse than its base)")
+    assert lines[1] == "1 held-out tasks went worse, 0 better:" and "t7" in lines[3] and "4 of 4" in lines[3]

@@ -375,3 +375,12 @@ def test_a_list_of_texts_is_one_in_toml_and_survives_the_record(tmp_path: Path) 
     for line in ("judges = [1]", 'judges = [""]', 'judges = ["a", "a"]', 'judges = "a"', 'judges = {a = "b"}'):
         with pytest.raises(ConfigError, match=r"judges = .*: must be a list of texts"):
             load_config(file=write(tmp_path / "bad.toml", line))
+
+
+def test_an_evaluation_is_greedy_or_samples_and_nothing_in_between() -> None:
+    assert load_config(flags={"val_temperature": "0"}).config.val_temperature == 0
+    assert load_config(flags={"val_temperature": "0.01"}).config.val_temperature == 0.01
+    with pytest.raises(ConfigError, match=r"val_temperature = 0.001 \(.*\): must be 0 \(greedy\) or at least 0.01"):
+        load_config(flags={"val_temperature": "0.001"})
+    with pytest.raises(ConfigError, match="val_temperature"):
+        load_config(flags={"val_temperature": "-1"})

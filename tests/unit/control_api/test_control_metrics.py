@@ -22,6 +22,7 @@ from turnmill.records import (
     Alert,
     AlertKind,
     Cause,
+    Metric,
     Purpose,
     ReplicaState,
     ReplicaStatus,
@@ -79,6 +80,23 @@ async def test_names_follow_the_conventions_and_each_family_says_what_it_is(tmp_
         for sample in family.samples:
             assert family.type != "counter" or sample.name.endswith("_total"), sample.name
             assert not sample.name.endswith(("_ms", "_s")), "base units, written out"
+
+
+async def test_the_last_evaluation_while_a_run_trains_has_figures_of_its_own(tmp_path: Path) -> None:
+    run = made_run(**LIVING)
+    await store(tmp_path, run)
+    await play(tmp_path, run, num_steps=2, samples={})
+    assert not list(scrape(tmp_path).labelled("turnmill_run_held_out_solve_ratio"))
+    ports = open_run(tmp_path, "one", num_replicas=1)
+    for step, solved in ((0, 0.1), (1, 0.25)):
+        values = {"val_solved": solved, "val_reward_mean": 0.5}
+        await ports.metrics.write(Metric(run_id="one", step=step, time=100.0, values=values))
+    ports.close()
+    found = scrape(tmp_path)
+    assert found.value("turnmill_run_held_out_solve_ratio", run="one") == 0.25
+    assert found.value("turnmill_run_held_out_reward_mean", run="one") == 0.5
+    assert found.value("turnmill_run_held_out_step", run="one") == 1
+    assert found.value("turnmill_run_step", run="one") == 2
 
 
 async def test_figures_of_a_run_are_those_of_its_records(tmp_path: Path) -> None:

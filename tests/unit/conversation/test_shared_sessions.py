@@ -78,7 +78,7 @@ async def test_of_the_answers_to_a_request_that_was_sent_twice_the_first_stands(
     secret = rollout["base_url"].split("/")[-2]
     shared_world.replica.may_answer.clear()
     body = encode({"messages": [{"role": "user", "content": "Guess."}]})
-    asking = asyncio.create_task(impatient.chat(secret, impatient.parse(secret, body), hold_s=20))
+    asking = asyncio.create_task(impatient.chat(secret, await impatient.parse(secret, body), hold_s=20))
     while [ask.epoch >= 2 for ask in await asks_of(shared_world)] != [True]:  # noqa: ASYNC110 - a record has no event
         await asyncio.sleep(0.02)
     texts = iter(["first", "second", "third", *["later"] * 50])
@@ -119,7 +119,7 @@ async def test_many_at_once_that_serialise_nowhere_but_in_the_records(shared_wor
     async def one(number: int) -> Any:
         service = SharedSessions(shared_world.ports, run=shared_world.run, config=shared_world.config)
         body = encode({"messages": [{"role": "user", "content": f"Guess {number}."}]})
-        return await service.chat(secret, service.parse(secret, body))
+        return await service.chat(secret, await service.parse(secret, body))
 
     answers = await asyncio.gather(*map(one, range(16)))
     assert {answer.call_id for (answer,) in answers} == {f"task_0_{number}" for number in range(16)}

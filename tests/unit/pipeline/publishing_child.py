@@ -14,7 +14,7 @@ from turnmill.config import Config, to_dict
 from turnmill.errors import InvalidInput
 from turnmill.pipeline.engine import RunRecord, load_run
 from turnmill.pipeline.publishing import poll_publish, start_publish
-from turnmill.pipeline.stage import Done, StageContext
+from turnmill.pipeline.stage import BASE_VERSION, Done, StageContext
 from turnmill.ports import Write
 from turnmill.records import (
     Metric,
@@ -119,11 +119,16 @@ async def prepare(
 class NoEvaluations:
     """Publishing plays nothing."""
 
-    async def start(self, name: str, path: Path, purpose: Purpose = Purpose.EVAL) -> None:
+    async def start(
+        self, name: str, path: Path, purpose: Purpose = Purpose.EVAL, version: Version = BASE_VERSION
+    ) -> None:
         raise AssertionError(name)
 
     def poll(self, name: str) -> dict[str, Any] | None:
         raise AssertionError(name)
+
+    def compare(self, before: str, after: str, *, by: str) -> dict[str, Any]:
+        raise AssertionError(before)
 
     def progress(self, name: str) -> str:
         raise AssertionError(name)

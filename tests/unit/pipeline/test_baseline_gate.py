@@ -11,9 +11,9 @@ from turnmill.backends.embedded import ProcessLauncher, open_run
 from turnmill.config import Config
 from turnmill.errors import InvalidInput, NoProgress, StageFailed
 from turnmill.pipeline.baseline import explain, pass_baseline, unseen_bound
-from turnmill.pipeline.stage import Running, StageContext
+from turnmill.pipeline.stage import BASE_VERSION, Running, StageContext
 from turnmill.ports import Write
-from turnmill.records import Baseline, BaselineVerdict, Batch, Purpose, Run, RunStatus, TaskBaseline, encode
+from turnmill.records import Baseline, BaselineVerdict, Batch, Purpose, Run, RunStatus, TaskBaseline, Version, encode
 
 
 async def unused_quarantine(error: InvalidInput) -> InvalidInput:
@@ -52,7 +52,9 @@ class Played:
         self.started: list[tuple[str, Path, Purpose]] = []
         self.error: Exception | None = None
 
-    async def start(self, name: str, path: Path, purpose: Purpose = Purpose.EVAL) -> None:
+    async def start(
+        self, name: str, path: Path, purpose: Purpose = Purpose.EVAL, version: Version = BASE_VERSION
+    ) -> None:
         if not self.started:
             self.started.append((name, path, purpose))
 
@@ -60,6 +62,9 @@ class Played:
         if self.error is not None:
             raise self.error
         return None
+
+    def compare(self, before: str, after: str, *, by: str) -> dict[str, Any]:
+        raise AssertionError(before)
 
     def progress(self, name: str) -> str:
         return "40 of 64"

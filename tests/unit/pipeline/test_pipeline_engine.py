@@ -90,7 +90,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     async def give_up_redriven() -> int:
         return 0
 
-    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, version: Version, progress: Progress) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
     runs = open_root_records(tmp_path)

@@ -22,7 +22,7 @@ from turnmill.pipeline.preparing import poll_preflight, report_key, start_deploy
 from turnmill.pipeline.stage import Done, StageContext
 from turnmill.pipeline.stages import start_teardown
 from turnmill.ports import Message
-from turnmill.records import PreflightReport, Purpose, Run, RunKind, RunStatus, decode
+from turnmill.records import PreflightReport, Purpose, Run, RunKind, RunStatus, Version, decode
 
 CHILD = Path(__file__).parent.parent / "wiring" / "preflight_child.py"
 Open = Callable[[str], StageContext]
@@ -47,7 +47,7 @@ async def open_context(tmp_path: Path) -> AsyncIterator[Open]:
     async def give_up_redriven() -> int:
         return 0
 
-    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, version: Version, progress: Progress) -> Evaluation:
         raise AssertionError("no test here evaluates")
 
     async with AsyncExitStack() as stack:

@@ -1,11 +1,12 @@
 """The decision to publish: the interval of a paired difference against published figures, and the three rules."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from turnmill.evaluation import wilson
-from turnmill.pipeline.promotion import Pairs, decide, difference_interval, pair
+from turnmill.pipeline.promotion import Pairs, decide, difference_interval, pair, worse_lines
 
 
 def evaluations(both: float, gained: float, lost: float, neither: float) -> dict[str, dict[str, Any]]:
@@ -84,3 +85,55 @@ def test_without_held_out_tasks_only_a_model_that_must_be_better_is_held(rule: s
     promotion = decide(rule, {})
     assert (promotion.is_published, promotion.difference, promotion.low) == (is_published, None, None)
     assert promotion.reason.startswith("not evaluated: there are no held-out tasks")
+
+
+def by_reward(value: float, low: float | None, high: float | None) -> dict[str, dict[str, Any]]:
+    """What Evaluate records where the solved shares say nothing."""
+    found = evaluations(10, 5, 5, 80)
+    task = {"task_id": "t|1", "num_before": 4, "num_after": 4, "solved_before": 3, "solved_after": 0}
+    found["after"]["comparison"] = {
+        "reward": {"value": value, "low": low, "high": high},
+        "num_better": 2,
+        "num_same": 1,
+        "num_worse": 30,
+        "worse": [{**task, "reward_before": 0.75, "reward_after": 0.0}],
+    }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "is_published", "reason"),
+    [
+        ("not_worse", (-0.2, -0.3, -0.1), False, "worse than its base on held-out tasks by their mean reward: -0.200"),
+        ("not_worse", (-0.2, -0.5, 0.1), True, "not told apart from its base"),
+        ("better", (0.2, 0.1, 0.3), True, "better than its base"),
+        ("better", (0.2, -0.1, 0.3), False, "not told apart from its base"),
+        ("always", (-0.2, -0.3, -0.1), True, "worse than its base"),
+    ],
+)
+def test_the_mean_reward_may_decide_in_the_place_of_what_was_solved(
+    rule: str, change: tuple[float, float, float], is_published: bool, reason: str
+) -> None:
+    promotion = decide(rule, by_reward(*change), "reward")
+    assert (promotion.metric, promotion.is_published) == ("reward", is_published)
+    assert promotion.reason.startswith(reason)
+    assert (promotion.difference, promotion.low, promotion.high) == change
+
+
+def test_with_too_few_tasks_for_an_interval_nothing_is_shown_either_way() -> None:
+    few = by_reward(-0.9, None, None)
+    assert decide("not_worse", few, "reward").is_published and not decide("better", few, "reward").is_published
+    told = decide("not_worse", few, "reward").reason
+    assert told.endswith("-0.900 (too few tasks for a 95 % interval)") and told.startswith("not told apart")
+
+
+def test_what_went_worse_is_told_task_by_task() -> None:
+    promotion = decide("not_worse", by_reward(-0.2, -0.3, -0.1), "reward")
+    assert (promotion.num_worse, promotion.num_better, len(promotion.worse)) == (30, 2, 1)
+    assert worse_lines(asdict(promotion)) == [
+        "30 held-out tasks went worse, 2 better:",
+        "  task  solved before  after   mean reward before  after",
+        "  t|1   3 of 4         0 of 4  0.750               0.000",
+        "  and 29 more",
+    ]
+    assert worse_lines(asdict(decide("not_worse", evaluations(10, 30, 2, 58)))) == []

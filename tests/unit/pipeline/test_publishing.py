@@ -189,3 +189,30 @@ async def test_publishing_that_is_given_up_leaves_nothing_and_publishes_nothing_
         # Until the thread has ended.
         await asyncio.get_running_loop().shutdown_default_executor()
     assert list((tmp_path / "bucket" / "models" / "r1").iterdir()) == []
+
+
+async def test_the_card_tells_what_several_rollouts_are_worth_and_which_tasks_went_worse(tmp_path: Path) -> None:
+    estimates = {"1": {"value": 0.2, "low": 0.1, "high": 0.3}, "2": {"value": 0.4, "low": 0.25, "high": 0.5}}
+    several = {"pass_at": estimates, "pass_hat": estimates}
+    task = {"task_id": "t|1", "num_before": 4, "num_after": 4, "solved_before": 3, "solved_after": 0}
+    comparison = {
+        "reward": {"value": 0.5, "low": 0.4, "high": 0.6},
+        "num_better": 40,
+        "num_same": 0,
+        "num_worse": 25,
+        "worse": [{**task, "reward_before": 0.75, "reward_after": 0.0}],
+    }
+    before, after = {**EVALUATIONS["before"], **several}, {**EVALUATIONS["after"], **several, "comparison": comparison}
+    await prepare(tmp_path, evaluations={"before": before, "after": after})
+    folder = Path((await publish(tmp_path))["location"])
+    card = (folder / "README.md").read_text()
+    for line in (
+        "| pass@2 | 0.400 (0.250 to 0.500) | 0.400 (0.250 to 0.500) |",
+        "| pass^2 | 0.400 (0.250 to 0.500) | 0.400 (0.250 to 0.500) |",
+        "25 held-out tasks went worse and 40 better; the 1 that lost most:",
+        "| t\\|1 | 3 of 4 | 0 of 4 | 0.750 | 0.000 |",
+    ):
+        assert line in card.splitlines(), line
+    assert json.loads((folder / "lineage.json").read_text())["promotion"]["worse"][0]["task_id"] == "t|1"
+    manifest = decode((folder / MANIFEST).read_bytes(), PublishedModel)
+    assert (manifest.promotion.num_worse, manifest.promotion.worse[0].solved_before) == (25, 3)

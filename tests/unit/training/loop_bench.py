@@ -38,6 +38,7 @@ from turnmill.training.loop import train
 from turnmill.training.policy import Policy
 from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import Trainer
+from turnmill.training.validation import Evaluator
 
 RUN_ID = "run-1"
 Reward = Callable[[str, int], float | None]
@@ -152,6 +153,7 @@ class Bench:
         self.tasks = tasks
         self.trainer = trainer
         self.folder = folder
+        self.evaluator: Evaluator | None = None
         self.stop = asyncio.Event()
 
     async def train(self, rollouts: ScriptedRollouts, **changes: Any) -> None:
@@ -173,6 +175,7 @@ class Bench:
             trainer=self.trainer,
             folder=self.folder,
             stop=self.stop,
+            evaluator=self.evaluator,
         )
 
     async def status(self) -> TrainingStatus:

@@ -333,3 +333,17 @@ async def test_the_process_ends_when_control_does_and_has_sent_the_rest_by_then(
         await record(tmp_path, made_run(RunStatus.SUCCEEDED), steps={2: 1})
     seen = Seen(store)
     assert seen.run.info.status == "FINISHED" and [step for step, _ in seen.steps("reward_mean")] == [1, 2]
+
+
+@needs_mlflow
+async def test_evaluations_while_a_run_trains_are_there_at_their_steps(tmp_path: Path, store: MlflowStore) -> None:
+    run = made_run()
+    await record(tmp_path, run, steps={1: 1, 2: 1})
+    ports = open_run(tmp_path, "one", num_replicas=1)
+    for step, solved in ((0, 0.125), (2, 0.25)):
+        values = {"val_solved": solved, "val_pass_at_4": 2 * solved}
+        await ports.metrics.write(Metric(run_id="one", step=step, time=100.0 + step, values=values))
+    ports.close()
+    assert await asyncio.to_thread(mirror(tmp_path, store).look)
+    seen = Seen(store)
+    assert seen.steps("val_solved") == [(0, 0.125), (2, 0.25)] and seen.steps("val_pass_at_4") == [(0, 0.25), (2, 0.5)]

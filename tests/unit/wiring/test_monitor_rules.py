@@ -1,13 +1,15 @@
 """When a stage is slow, a role in a crash loop, and when dead letters grow: tables of what was seen."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from turnmill.records import Metric
 from turnmill.wiring.watching.checks.crash_loops import Restarts
 from turnmill.wiring.watching.checks.dead_letters import GROWING_S, Growth
-from turnmill.wiring.watching.checks.slow_stages import expected_evaluation_s, slow_training
+from turnmill.wiring.watching.checks.evaluations import failed_step
+from turnmill.wiring.watching.checks.slow_stages import Evaluations, expected_evaluation_s, slow_training
 
 
 def ends(*durations: float, first: float = 30.0) -> list[float]:
@@ -104,3 +106,47 @@ def test_dead_letters_grow_while_they_become_more_and_for_ten_minutes() -> None:
     assert all(before[0] < after[0] for before, after in pairwise(seen))
     for now, counts, growing in seen:
         assert growth.growing(counts, now) == growing, now
+
+
+# ---------------------------------------------------------------- evaluations while a run trains
+
+
+def test_a_step_is_not_slow_for_the_evaluation_that_follows_it() -> None:
+    # Every fifth step is evaluated for 300 s: the pace of the steps stays what it is.
+    played = [300.0 if number % 5 == 0 else 0.0 for number in range(21)]
+    times = [30.0]
+    for own_s in played[1:]:
+        times.append(times[-1] + 2.0 + own_s)
+    told: dict[str, Any] = {
+        "started_at": 0.0,
+        "now": times[-1] + 1.0,
+        "first_s": 600.0,
+        "num_left": 10,
+        "limit_s": 10_000.0,
+    }
+    assert slow_training(times, **told, evaluations=Evaluations(played_s=played)) is None
+    # Those that are still to come take of the time that is left.
+    much = slow_training(times, **told, evaluations=Evaluations(played_s=played, left_s=9000.0))
+    assert much is not None and "10 steps are left at 2.0 s each" in much
+
+
+def test_an_evaluation_that_is_due_may_take_its_time_and_no_more() -> None:
+    times = ends(*[2.0] * 20)
+    told: dict[str, Any] = {"started_at": 0.0, "first_s": 600.0, "num_left": 10, "limit_s": 100_000.0}
+    due = Evaluations(due_s=1000.0)
+    assert slow_training(times, now=times[-1] + 1599.0, **told, evaluations=due) is None
+    late = slow_training(times, now=times[-1] + 1601.0, **told, evaluations=due)
+    assert late is not None and "the step that is being made takes 1601 s" in late
+    assert slow_training([], now=1599.0, **told, evaluations=due) is None
+    first = slow_training([], now=1601.0, **told, evaluations=due)
+    assert first == "no step within 1601 s; 1600 s are expected"
+
+
+def test_of_evaluations_the_last_one_says_whether_they_fail() -> None:
+    def at(step: int, **values: float) -> Metric:
+        return Metric(run_id="r", step=step, time=1.0, values=values)
+
+    assert failed_step([]) is None and failed_step([at(1, reward_mean=0.5)]) is None
+    assert failed_step([at(0, val_failed=1.0), at(1, reward_mean=0.5)]) == 0
+    assert failed_step([at(2, val_solved=0.5), at(4, val_failed=1.0), at(5, reward_mean=0.5)]) == 4
+    assert failed_step([at(4, val_failed=1.0), at(6, val_solved=0.5)]) is None

@@ -19,7 +19,7 @@ from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.stage import StageContext
 from turnmill.ports import Write
-from turnmill.records import Metric, Purpose, Run, RunClock, RunStatus, StageRecord, encode
+from turnmill.records import Metric, Purpose, Run, RunClock, RunStatus, StageRecord, Version, encode
 from turnmill.wiring.watching.checks.metrics import RecentMetrics
 from turnmill.wiring.watching.checks.slow_stages import SlowStages
 
@@ -64,7 +64,7 @@ def _context(root: Path, run: Run, ports: Any, meter: Meter) -> StageContext:
     async def give_up_redriven() -> int:
         return 0
 
-    async def play(name: str, path: Path, purpose: Purpose, progress: Progress) -> Evaluation:
+    async def play(name: str, path: Path, purpose: Purpose, version: Version, progress: Progress) -> Evaluation:
         raise AssertionError(f"{name}: no test here evaluates")
 
     return StageContext(
@@ -113,3 +113,24 @@ async def test_how_long_the_infrastructure_may_take_is_a_matter_of_what_it_is_ma
     assert await slow(on_aws, 60.0) == []
     (summary,) = await slow(on_aws, 400.0)
     assert "300 s are expected" in summary
+
+
+async def test_an_evaluation_is_expected_to_take_as_long_as_those_before(
+    tmp_path: Path, world: tuple[StageContext, RunRecord]
+) -> None:
+    ctx, record = world
+    run = replace(ctx.run, eval_path="held_out.jsonl")
+    every = replace(ctx, run=run, config=replace(CONFIG, val_every=11, max_runtime_s=90_000.0))
+    now = time.time()
+    for step, seconds in ((0, 100.0), (10, 300.0)):
+        values = {"val_solved": 0.5, "val_s": seconds}
+        await ctx.ports.metrics.write(Metric(run_id="r1", step=step, time=now - 1200.0, values=values))
+    await record.stage(StageRecord(name="SubmitTraining", state="running", started_at=now - 1210.0, attempt=2))
+    # Step 11 is due: 600 s are much for the step, 60 + 3 x 200 s for the evaluation.
+    assert await SlowStages(tmp_path, every, record, RecentMetrics(ctx.ports, "r1")).look() == []
+    for changed in (
+        replace(every, config=replace(every.config, val_every=50)),
+        replace(every, run=replace(run, eval_path=None)),
+    ):
+        (finding,) = await SlowStages(tmp_path, changed, record, RecentMetrics(ctx.ports, "r1")).look()
+        assert "the step that is being made takes 1200 s so far; 600 s would be much" in finding.summary

@@ -22,6 +22,7 @@ from turnmill.budget import (
     clocks,
     forecast,
     load_prices,
+    num_evaluated,
     pace_of,
     problems_of,
     rate_of,
@@ -152,14 +153,12 @@ def _within_rest(resolved: Resolved, rest: float) -> Resolved:
 async def forecast_of(root: Path, config: Config, kind: RunKind, *, has_eval_data: bool) -> Forecast:
     """Of a run with these parameters in this deployment; raises `ConfigError` for an unknown instance type."""
     rate = rate_of(config, load_prices(load_limits(root)[1]))
-    num_evaluations = (2 if kind is RunKind.TRAIN else 1) if has_eval_data else 0
     return forecast(
         config,
         rate=rate,
         pace=await _measured(root, config),
         num_steps=config.max_steps if kind is RunKind.TRAIN else 0,
-        num_eval_rollouts=num_evaluations * config.eval_rollouts
-        + (config.baseline_rollouts if kind is RunKind.TRAIN else 0),
+        num_eval_rollouts=num_evaluated(config, kind, has_eval_data=has_eval_data),
     )
 
 

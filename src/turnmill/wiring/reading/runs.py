@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,11 +82,15 @@ async def list_runs(root: Path) -> list[Run]:
     return await asyncio.to_thread(look_at_runs, root)
 
 
-def look_at_steps(root: Path, run_id: str) -> list[Metric]:
+def look_at_steps(root: Path, run_id: str, *, first: int = 1) -> list[Metric]:
     """As `read_metrics`, as one who leaves no trace and waits for nobody."""
     status = look_at_training(root, run_id)
-    found = backend_of(root).reader(run_id).metrics()
-    return found if status is None else [metric for metric in found if metric.step <= status.step]
+    return _counted(backend_of(root).reader(run_id).metrics(), status, first)
+
+
+def _counted(found: Sequence[Metric], status: TrainingStatus | None, first: int) -> list[Metric]:
+    """Those from the step `first` to where the trainer is: later ones were given up. Step 0 is before the first one."""
+    return [metric for metric in found if first <= metric.step and (status is None or metric.step <= status.step)]
 
 
 def listed_steps(root: Path, run_id: str) -> tuple[list[Metric], str | None]:
@@ -100,9 +104,11 @@ def listed_steps(root: Path, run_id: str) -> tuple[list[Metric], str | None]:
 class SeenSteps:
     """`look_at_steps` again and again: they are only read when one may have been written."""
 
-    def __init__(self, root: Path, run_id: str) -> None:
+    def __init__(self, root: Path, run_id: str, *, first: int = 1) -> None:
+        """`first` 0: with what was evaluated before the first step."""
         self._root = root
         self._run_id = run_id
+        self._first = first
         self._activity = backend_of(root).activity(run_id)
         self._seen: object = None
         self._metrics: list[Metric] = []
@@ -112,7 +118,7 @@ class SeenSteps:
         # Before reading: what is written meanwhile is read the next time.
         seen = self._activity.steps_mark()
         if seen != self._seen:
-            self._metrics = look_at_steps(self._root, self._run_id)
+            self._metrics = look_at_steps(self._root, self._run_id, first=self._first)
             self._seen = seen
         return self._metrics
 
@@ -131,11 +137,11 @@ def look_at_replicas(root: Path, run_id: str) -> list[ReplicaStatus]:
     return [decode(item.value, ReplicaStatus) for item in found]
 
 
-async def read_metrics(root: Path, run_id: str) -> list[Metric]:
-    """The metrics of a run by step."""
+async def read_metrics(root: Path, run_id: str, *, first: int = 1) -> list[Metric]:
+    """The metrics of a run by optimizer step; from `first` 0 on, with what was evaluated before them."""
     ports = backend_of(root).open_run(run_id, num_replicas=0)
     try:
-        return await metrics_so_far(ports, run_id)
+        return await metrics_so_far(ports, run_id, first=first)
     finally:
         ports.close()
 
@@ -150,16 +156,13 @@ async def read_baseline(root: Path, run_id: str) -> Baseline | None:
         ports.close()
 
 
-async def metrics_so_far(ports: RunPorts, run_id: str) -> list[Metric]:
+async def metrics_so_far(ports: RunPorts, run_id: str, *, first: int = 1) -> list[Metric]:
     """Without those of steps that were given up: behind the step where the trainer is."""
     metrics = await ports.metrics.read(run_id)
     if not metrics:
         return []
     (stored,) = await ports.records.get([training_key(run_id)])
-    if stored is None:
-        return metrics
-    step = decode(stored.value, TrainingStatus).step
-    return [metric for metric in metrics if metric.step <= step]
+    return _counted(metrics, decode(stored.value, TrainingStatus) if stored else None, first)
 
 
 async def follow(

@@ -16,12 +16,12 @@ from turnmill.config import Config
 from turnmill.conversation.client import LeasedRollout
 from turnmill.conversation.http import HttpClient
 from turnmill.conversation.replayed import ReplayApp, Replayed, ReplayedChats
-from turnmill.conversation.requests import Offer
+from turnmill.conversation.requests import offers_of
 from turnmill.conversation.serving import listening
 from turnmill.environment.base import Environment
 from turnmill.environment.groups import group_metadata, values_of
 from turnmill.errors import RecordCorrupt, RolloutGivenBack
-from turnmill.records import Call, InvalidReason, Purpose, RolloutRequest, RolloutResult, Run, SampleRecord
+from turnmill.records import Call, InvalidReason, RolloutRequest, RolloutResult, Run, SampleRecord
 from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.boxed import BoxedRunner
 from turnmill.rollout.runner import InProcessRunner, Runner
@@ -146,13 +146,8 @@ async def player(run: Run, config: Config, environment: Environment | Settings) 
 
     `config` is the run's, with what is to be different. Raises `InvalidInput` for an environment that does not load.
     """
-    offers = {
-        purpose: Offer.of(
-            config, run.kind, served_model_names=config.served_model_names, client_sampling=config.client_sampling
-        )
-        for purpose in Purpose
-    }
-    chats = ReplayedChats(offer=offers[Purpose.TRAIN], offers=offers, created_at=run.created_at)
+    offers = offers_of(config, run.kind)
+    chats = ReplayedChats(offer=next(iter(offers.values())), offers=offers, created_at=run.created_at)
     app = ReplayApp(chats)
     async with (
         listening(app, host="127.0.0.1", port=0, name="replay") as port,

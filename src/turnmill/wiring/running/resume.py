@@ -190,7 +190,7 @@ async def _prepare(ports: RunPorts, run_id: str, from_step: int | None) -> None:
     await ports.infra.retire()
     if from_step is not None:
         await supersede(ports.records, run_id, from_step)
-    # Evaluations are played anew; training samples are settled by the trainer, each time that it starts.
+    # Evaluations go on with what has ended; training samples are settled by the trainer, each time that it starts.
     for purpose in (Purpose.BASELINE, Purpose.EVAL):
         await settle(ports.records, run_id, purpose, [])
     # Processes that are gone must not look as if they were ready.

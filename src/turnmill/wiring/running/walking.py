@@ -16,7 +16,7 @@ from turnmill.pipeline.stage import StageContext
 from turnmill.pipeline.stages import stages_of
 from turnmill.records import Run, RunStatus
 from turnmill.wiring.running.cancelling import Cancel
-from turnmill.wiring.watching.alarms import open_alarms, raise_alarm, run_failed
+from turnmill.wiring.watching.alarms import model_held, open_alarms, raise_alarm, run_failed
 from turnmill.wiring.watching.checks import checks_of
 from turnmill.wiring.watching.monitor import Monitor, monitored
 from turnmill.wiring.watching.watchdog import watched
@@ -57,6 +57,8 @@ async def walk_monitored(
             return ended, failure
         finally:
             await monitor.end(record.run.status)
+            if (held := model_held(root, record.run)) is not None:
+                await raise_alarm(dispatcher, held)
             if alarms is None and record.run.status is RunStatus.FAILED:
                 await raise_alarm(dispatcher, await asyncio.to_thread(run_failed, root, record.run, failure))
 

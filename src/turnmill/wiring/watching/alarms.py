@@ -11,7 +11,8 @@ from turnmill.alerts import Dispatcher, Feed, Redactor, new_alert, secrets_of
 from turnmill.backends.embedded import only_one
 from turnmill.config.deployment import load_deployment
 from turnmill.errors import BackendUnavailable, BudgetExceeded, Conflict
-from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, Upload, decode
+from turnmill.pipeline.promotion import worse_lines
+from turnmill.records import ALERT_PREFIX, Alert, AlertKind, Run, RunStatus, Upload, decode
 from turnmill.wiring.backend import alert_channels, backend_of
 from turnmill.wiring.watching.evidence import command, failing_conversation, last_lines
 
@@ -101,6 +102,23 @@ def run_failed(root: Path, run: Run, failure: Exception | None = None) -> Alert:
         error=run.error,
         log_lines=last_lines(root, run.run_id),
         conversation=failing_conversation(root, run.run_id),
+    )
+
+
+def model_held(root: Path, run: Run) -> Alert | None:
+    """That the run's model is not published, with the tasks that went worse; None where it is, or where nothing is."""
+    published = next((stage.result for stage in run.current_stages if stage.name == "Publish"), {})
+    promotion = published.get("promotion")
+    if run.status is not RunStatus.SUCCEEDED or promotion is None or promotion["is_published"]:
+        return None
+    of = f" of {run.upload}" if run.upload else ""
+    return new_alert(
+        AlertKind.MODEL_HELD,
+        f"the model of run {run.run_id}{of} is not published ({promotion['rule']}): {promotion['reason']}",
+        command=command(root, "evaluations", run.run_id),
+        run_id=run.run_id,
+        stage="Publish",
+        error="\n".join(worse_lines(promotion)) or None,
     )
 
 

@@ -30,7 +30,13 @@ _SHARE = 0.05
 _GRACE_S = 5.0
 # About what goes on: over when the run is. The others are about what came of it, and stay until the run goes on
 # without that trouble or somebody says that it is over.
-_PASSING = (AlertKind.STAGE_SLOW, AlertKind.RUN_STALLED, AlertKind.CRASH_LOOP, AlertKind.DEAD_LETTERS_GROWING)
+_PASSING = (
+    AlertKind.STAGE_SLOW,
+    AlertKind.RUN_STALLED,
+    AlertKind.CRASH_LOOP,
+    AlertKind.DEAD_LETTERS_GROWING,
+    AlertKind.EVALUATION_FAILED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from turnmill.pipeline.stage import StageContext
 from turnmill.ports import RecordStore
 from turnmill.wiring.watching.checks.crash_loops import CrashLoops
 from turnmill.wiring.watching.checks.dead_letters import DeadDeliveries, DeadLetters, DeadMessages, DeadSamples, Source
+from turnmill.wiring.watching.checks.evaluations import FailedEvaluations
 from turnmill.wiring.watching.checks.metrics import RecentMetrics
 from turnmill.wiring.watching.checks.rewards import CollapsedRewards
 from turnmill.wiring.watching.checks.slow_stages import SlowStages
@@ -27,6 +28,7 @@ def checks_of(root: Path, ctx: StageContext, record: RunRecord) -> list[Check]:
         SlowStages(root, ctx, record, metrics),
         CrashLoops(root, run_id, ctx.launcher),
         CollapsedRewards(root, run_id, metrics),
+        FailedEvaluations(root, run_id, metrics),
         DeadLetters(sources, about=f"run {run_id}", command=command(root, "queues", run_id)),
     ]
 

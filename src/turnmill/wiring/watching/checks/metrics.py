@@ -21,7 +21,11 @@ class RecentMetrics:
 
     async def read(self) -> list[Metric]:
         """As `metrics_so_far`; raises `BackendUnavailable`."""
+        return [metric for metric in await self.read_all() if metric.step]
+
+    async def read_all(self) -> list[Metric]:
+        """With that of step 0: what was evaluated before the first one; raises `BackendUnavailable`."""
         if time.monotonic() - self._read_at > _FRESH_S:
-            self._metrics = await metrics_so_far(self._ports, self._run_id)
+            self._metrics = await metrics_so_far(self._ports, self._run_id, first=0)
             self._read_at = time.monotonic()
         return self._metrics
