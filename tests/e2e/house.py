@@ -42,6 +42,7 @@ from turnmill.rollout.scheduler import Scheduler
 from turnmill.rollout.worker import run_worker
 from turnmill.training.loop import train
 from turnmill.training.trainer import Trainer
+from turnmill.weights import Lora
 
 TOKEN = "worker-token-of-the-house"
 MODEL = assets.model_folder("wordle-tiny")
@@ -186,7 +187,9 @@ async def open_house(
         worker_token_hash=hashlib.sha256(TOKEN.encode()).hexdigest(),
     )
     sessions = Sessions(ports, run=run, config=config)
-    engine = TransformersEngine(model, num_slots=config.generation_slots, max_length=config.max_length)
+    engine = TransformersEngine(
+        model, num_slots=config.generation_slots, max_length=config.max_length, lora=Lora.of(config)
+    )
     stop = asyncio.Event()
     try:
         async with sessions, serve(create_app(sessions)) as port:

@@ -26,6 +26,7 @@ from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.news import Listener, News
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
+from turnmill.weights import Lora
 from turnmill.wiring import variables
 from turnmill.wiring.backend import backend_of, open_external_run, rollout_alarm
 from turnmill.wiring.event_loop import run_loop
@@ -193,7 +194,9 @@ async def _replica(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
 
     async with _opened(root, run_id) as (_, config, ports):
         folder = assets.model_folder(config.base_model)
-        engine = TransformersEngine(folder, num_slots=config.generation_slots, max_length=config.max_length)
+        engine = TransformersEngine(
+            folder, num_slots=config.generation_slots, max_length=config.max_length, lora=Lora.of(config)
+        )
         await run_replica(
             ports,
             run_id=run_id,
