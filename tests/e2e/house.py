@@ -170,6 +170,7 @@ async def open_house(
     has_worker: bool = True,
     has_replica: bool = True,
     model: Path = MODEL,
+    engine_type: type[TransformersEngine] = TransformersEngine,
 ) -> AsyncIterator[House]:
     """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order.
 
@@ -187,9 +188,7 @@ async def open_house(
         worker_token_hash=hashlib.sha256(TOKEN.encode()).hexdigest(),
     )
     sessions = Sessions(ports, run=run, config=config)
-    engine = TransformersEngine(
-        model, num_slots=config.generation_slots, max_length=config.max_length, lora=Lora.of(config)
-    )
+    engine = engine_type(model, num_slots=config.generation_slots, max_length=config.max_length, lora=Lora.of(config))
     stop = asyncio.Event()
     try:
         async with sessions, serve(create_app(sessions)) as port:

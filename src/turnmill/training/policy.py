@@ -316,6 +316,12 @@ class Policy:
         whole = dict(self.model.named_parameters()) | saved
         return saved, digest_of_tensors(whole.items())
 
+    @torch.no_grad()
+    def replace(self, trained: Mapping[str, Tensor]) -> None:
+        """Take over trained parameters, by their names in the model."""
+        for name, parameter in self.named_trained():
+            parameter.copy_(trained[name])
+
     def save_pretrained(self, folder: Path, base_model: Path) -> None:
         """Write a Hugging Face folder; tokenizer, chat template and recipe are those of the base model.
 

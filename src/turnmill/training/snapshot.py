@@ -65,14 +65,12 @@ def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
     state = trainer.optimizer.state_dict()
     state["state"] = {}
     grouped = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
-    with torch.no_grad():
-        for index, parameter in enumerate(grouped):
-            name = names[parameter]
-            parameter.copy_(saved[name])
-            prefix = f"{_OPTIMIZER}/{name}/"
-            values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-            if values:
-                state["state"][index] = {key: value.clone() for key, value in values.items()}
+    for index, parameter in enumerate(grouped):
+        prefix = f"{_OPTIMIZER}/{names[parameter]}/"
+        values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+        if values:
+            state["state"][index] = {key: value.clone() for key, value in values.items()}
+    policy.replace(saved)
     trainer.optimizer.load_state_dict(state)
     set_learning_rate(trainer.optimizer, trainer.config, manifest.step)
     torch.set_rng_state(tensors[_RANDOM])
