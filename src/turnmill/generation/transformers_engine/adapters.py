@@ -35,18 +35,23 @@ _PREFIX = "base_model.model."
 
 
 class AdaptedLinear(LoraLinear):  # type: ignore[misc]
-    """peft's layer for `nn.Linear`, where the product with B adds to that with W.
+    """peft's layer for `nn.Linear`, where the product with B adds to that with W, in place where nothing else needs it.
 
-    Scaling and sum as operations of their own, and what else peft's layer can do, cost a tiny model another seventh of
-    its time when it samples.
+    Scaling and sum as operations of their own, and asking for what else peft's layer can do, cost a tiny model that
+    samples a seventh of its time.
     """
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         output: Tensor = self.base_layer(x)
-        low_mr = self.lora_A[_ADAPTER](x).flatten(0, -2)
         weight_fr = self.lora_B[_ADAPTER].weight
-        sum_mf = torch.addmm(output.flatten(0, -2), low_mr, weight_fr.t(), alpha=self.scaling[_ADAPTER])
-        return sum_mf.view(output.shape)
+        output_mf = output.view(-1, weight_fr.shape[0])
+        low_mr = self.lora_A[_ADAPTER](x).view(-1, weight_fr.shape[1])
+        scaling = self.scaling[_ADAPTER]
+        if torch.is_grad_enabled() or output.dtype is not weight_fr.dtype:
+            output_mf = torch.addmm(output_mf, low_mr, weight_fr.t(), alpha=scaling)
+        else:
+            output_mf.addmm_(low_mr, weight_fr.t(), alpha=scaling)
+        return output_mf.view(output.shape)
 
 
 def inject(model: Any, lora: Lora) -> None:
