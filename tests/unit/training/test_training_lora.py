@@ -60,7 +60,7 @@ def groups_of(model: torch.nn.Module) -> list[list[TrainingSample]]:
 def pass_of(rows: Sequence[Row]) -> MicroBatch:
     width = max(len(row.token_ids) for row in rows)
     bundle = Bundle(rows=tuple(range(len(rows))), num_shared=0, width=width)
-    return collate(rows, [1.0] * len(rows), (bundle,))
+    return collate(rows, [0] * len(rows), (bundle,))
 
 
 def disturb(policy: Policy) -> None:

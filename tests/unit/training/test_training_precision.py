@@ -50,7 +50,7 @@ def shared_pass(policy: Policy) -> MicroBatch:
         Bundle(rows=order, num_shared=3, width=width),
         Bundle(rows=(3,), num_shared=0, width=len(rows[3].token_ids)),
     )
-    return collate(rows, [1.0] * 4, bundles)
+    return collate(rows, [0] * 4, bundles)
 
 
 def test_bf16_passes_give_fp32_gradients_and_logits_near_those_of_fp32(config: Config, tiny_model: Path) -> None:
