@@ -1,5 +1,6 @@
 """Runs that train an adapter: the whole loop, adapters that never reach what samples, kills, and what is published."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.house import CONFIG, MODEL, accounted, open_house
 from tests.e2e.processes import start_run
+from tests.e2e.test_kills_in_conversations import calls_of
 from tests.e2e.test_resume import wait_for_death, wait_for_steps
-from turnmill.errors import AuditFailed
+from turnmill.errors import AuditFailed, WeightsUnproved
 from turnmill.generation.transformers_engine import TransformersEngine
 from turnmill.records import Version
 from turnmill.weights import Lora
@@ -58,11 +60,17 @@ class Deaf(TransformersEngine):
         self._version = version
 
 
-async def test_an_adapter_that_never_reached_the_sampler_stops_the_run_by_its_fingerprint(tmp_path: Path) -> None:
-    async with open_house(tmp_path, LORA_CONFIG, engine_type=Deaf) as house:
-        with pytest.raises(AuditFailed, match=r"serves version 1\.1 .* which are still the weights of 0\.0"):
-            await house.train()
-        assert (await house.status()).step == 1
+async def test_a_replica_that_never_loaded_the_adapter_is_refused_before_it_answers_a_call(tmp_path: Path) -> None:
+    with pytest.raises(WeightsUnproved, match=r"does not hold version 1\.1"):
+        async with open_house(tmp_path, LORA_CONFIG, engine_type=Deaf) as house:
+            training = asyncio.create_task(house.train())
+            assert house.replica is not None
+            await asyncio.wait([house.replica])
+            house.stop.set()
+            await training
+            assert (await house.status()).step == 1
+            versions = {call.version for sample in await house.samples() for call in await calls_of(house, sample)}
+            assert versions == {"0.0"}
 
 
 class Boasting(Deaf):
@@ -80,7 +88,9 @@ class Boasting(Deaf):
         return self._shown.fingerprint()
 
 
-async def test_an_adapter_that_never_reached_the_sampler_stops_the_run_by_its_tokens(tmp_path: Path) -> None:
+async def test_a_replica_that_shows_the_adapter_and_samples_without_it_stops_the_run_by_its_tokens(
+    tmp_path: Path,
+) -> None:
     async with open_house(tmp_path, LORA_CONFIG, engine_type=Boasting) as house:
         with pytest.raises(AuditFailed, match=r"disagree over .*version 1\.1"):
             await house.train()

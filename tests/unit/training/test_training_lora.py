@@ -15,8 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from turnmill.config import Config
-from turnmill.errors import AuditFailed, InvalidInput
+from turnmill.errors import AuditFailed, InvalidInput, RecordCorrupt
+from turnmill.records import Version
+from turnmill.training import snapshot
 from turnmill.training.bundles import Bundle
+from turnmill.training.checkpoint import Manifest, export
+from turnmill.training.merging import merge_checkpoint
 from turnmill.training.microbatches import MicroBatch, collate
 from turnmill.training.optimizer import make_optimizer, set_learning_rate
 from turnmill.training.policy import Policy
@@ -301,3 +305,26 @@ def test_with_lora_plus_the_b_matrices_learn_faster_by_its_ratio(config: Config,
         # AdamW's first step is the learning rate itself.
         moved = (before[name] - parameter.detach()).mean().item()
         assert moved == pytest.approx(config.lr / 2 * (16 if ".lora_B." in name else 1), rel=1e-3)
+
+
+def test_a_checkpoints_adapter_is_merged_once_and_only_as_its_manifest_says(
+    config: Config, trainer_of: Trainers, tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(config)
+    disturb(trainer.policy)
+    checkpoint, target = tmp_path / "step-1", tmp_path / "merged" / "step-1"
+    manifest = Manifest(
+        run_id="r", step=1, version=Version(incarnation=1, n=1), digest=trainer.fingerprint(), position=0
+    )
+    export(checkpoint, manifest, lambda folder: snapshot.save(trainer, folder))
+    merge_checkpoint(checkpoint, tiny_model, config, target)
+    merged = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    torch.testing.assert_close(plain_logits(merged), plain_logits(trainer.policy.model), rtol=0, atol=2e-5)
+    written = (target / "model.safetensors").stat().st_mtime_ns
+    merge_checkpoint(checkpoint, tiny_model, config, target)
+    assert (target / "model.safetensors").stat().st_mtime_ns == written
+    export(checkpoint, replace(manifest, digest="other"), lambda folder: snapshot.save(trainer, folder))
+    with pytest.raises(RecordCorrupt, match="was altered"):
+        merge_checkpoint(checkpoint, tiny_model, config, target)
+    with pytest.raises(RecordCorrupt, match=r"has no checkpoint\.json"):
+        merge_checkpoint(tmp_path, tiny_model, config, target)

@@ -82,7 +82,9 @@ def new_run_id(now: float | None = None) -> str:
 
 def check_order(root: Path, order: Order) -> None:
     """What can be known before anything is made in the deployment at `root`; raises `InvalidInput`."""
-    needed = ("torch", "transformers", "safetensors", "numpy", *(("peft",) if order.resolved.config.is_lora else ()))
+    needed = ["torch", "transformers", "safetensors", "numpy"]
+    if order.kind is RunKind.TRAIN and order.resolved.config.is_lora:
+        needed.append("peft")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise InvalidInput(
