@@ -112,7 +112,8 @@ async def _check_disk(ctx: StageContext) -> Check:
     if free is None:
         return Check(name="disk", state=CheckState.NOT_CHECKED, detail="nothing limits what can be stored")
     folder = assets.model_folder(ctx.config.base_model)
-    parameters, trained = num_parameters(folder), num_trained(ctx.config, folder)
+    parameters = num_parameters(folder)
+    trained = 0 if ctx.run.kind is RunKind.EVAL else num_trained(ctx.config, folder)
     needed = bytes_to_keep(ctx.config, ctx.run.kind, parameters, trained)
     if needed > free:
         raise BackendUnavailable(
