@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnmill.config.combinations import RULES, compared_with, environment_problems, temperature_problems
+from turnmill.config.combinations import (
+    RULES,
+    compared_with,
+    environment_problems,
+    precision_problems,
+    temperature_problems,
+)
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
 from turnmill.config.reads import reads
 from turnmill.config.recording import READS, config_of
@@ -207,6 +213,8 @@ class _Layers:
             self.problems += temperature_problems(values, places)
         if not self._bad & set(ENVIRONMENT_PARAMETERS):
             self.problems += environment_problems(values, places, chosen)
+        if "precision" not in self._bad:
+            self.problems += precision_problems(values, places)
         # While it is watched who reads what, that is not known.
         if kind is not None and not self._bad and READS not in os.environ:
             self.problems += self._unread(kind, values, chosen)

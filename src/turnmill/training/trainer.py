@@ -116,11 +116,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config = config
         self.base_model = base_model
-        self.policy = Policy.load(base_model)
-        self.reference: Policy | None = None
-        if config.kl_coeff > 0:
-            self.reference = Policy.load(base_model)
-            self.reference.model.requires_grad_(False)
+        self.policy = Policy.load(base_model, config)
+        self.reference: Policy | None = self.policy.frozen_twin() if config.kl_coeff > 0 else None
         self.optimizer = make_optimizer(self.policy, config)
         # Optimizer steps made.
         self.num_steps = 0
@@ -292,7 +289,7 @@ class Trainer:
             return loss, grad_norm
         bad = [
             name
-            for name, parameter in self.policy.model.named_parameters()
+            for name, parameter in self.policy.named_trained()
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
         ]
         raise NoProgress(

@@ -288,7 +288,18 @@ COMBINATIONS: list[tuple[Mapping[str, Any], str]] = [
         "audit_mean_tolerance = 0.01 (--audit-mean-tolerance) must not exceed audit_max_tolerance = 0.001 (default): "
         "a mean is never larger than the maximum; set audit_max_tolerance to at least 0.01 as well",
     ),
+    (
+        {"precision": "bf16"},
+        'precision = "bf16" (--precision) does not go with audit_mean_tolerance = 0.0001 (default) and '
+        "audit_max_tolerance = 0.001 (default): the sampler is in fp32, and what bf16 rounds would stop the first "
+        "step; set audit_mean_tolerance = 0.02 and audit_max_tolerance = 1, or what your model needs",
+    ),
 ]
+
+
+def test_bf16_goes_with_tolerances_that_somebody_chose() -> None:
+    flags = {"precision": "bf16", "audit_mean_tolerance": 0.02, "audit_max_tolerance": 1.0}
+    assert load_config(flags=flags).config.precision == "bf16"
 
 
 @pytest.mark.parametrize(("flags", "message"), COMBINATIONS)
