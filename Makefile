@@ -81,7 +81,7 @@ test-examples: install
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
 verify: check $(VENV)/.mlflow $(VENV)/.agents test-examples
-	$(BIN)/pytest -n 2 $(if $(FULL),,-m "not long")
+	$(BIN)/pytest -n 2 --dist worksteal $(if $(FULL),,-m "not long")
 	$(if $(FULL),$(MAKE) faults)
 	$(MAKE) bench
 

@@ -42,6 +42,9 @@ SMALL = {
     "baseline_max_rollouts": "8",
     "ignore_baseline": "true",
     "save_steps": "1",
+    # Without any, one of the precisions is refused.
+    "audit_mean_tolerance": "0.02",
+    "audit_max_tolerance": "1",
 }
 # Its proxy and its worker are processes here; its trainer is played by the test.
 EXTERNAL_RUN = ("pytest", "-q", "-p", "no:cacheprovider", "tests/aws/test_conformance.py", "-k", "side_by_side")

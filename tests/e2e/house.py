@@ -42,6 +42,7 @@ from turnmill.rollout.scheduler import Scheduler
 from turnmill.rollout.worker import run_worker
 from turnmill.training.loop import train
 from turnmill.training.trainer import Trainer
+from turnmill.weights import Lora
 
 TOKEN = "worker-token-of-the-house"
 MODEL = assets.model_folder("wordle-tiny")
@@ -169,6 +170,7 @@ async def open_house(
     has_worker: bool = True,
     has_replica: bool = True,
     model: Path = MODEL,
+    engine_type: type[TransformersEngine] = TransformersEngine,
 ) -> AsyncIterator[House]:
     """Start everything but the trainer, with `Letters` unless told otherwise; end it in reverse order.
 
@@ -186,7 +188,7 @@ async def open_house(
         worker_token_hash=hashlib.sha256(TOKEN.encode()).hexdigest(),
     )
     sessions = Sessions(ports, run=run, config=config)
-    engine = TransformersEngine(model, num_slots=config.generation_slots, max_length=config.max_length)
+    engine = engine_type(model, num_slots=config.generation_slots, max_length=config.max_length, lora=Lora.of(config))
     stop = asyncio.Event()
     try:
         async with sessions, serve(create_app(sessions)) as port:

@@ -125,6 +125,23 @@ def temperature_problems(values: Mapping[str, Any], places: Mapping[str, str]) -
     return [f"{told}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"]
 
 
+# Largest mean and single |trainer - sampler| log-prob of bf16 passes that are told as such, and not as other weights:
+# two to three times what they are for the shipped models.
+_BF16_TOLERANCES = {"audit_mean_tolerance": 0.02, "audit_max_tolerance": 1.0}
+
+
+def precision_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> list[str]:
+    """What contradicts itself between the trainer's precision and the audit; arguments as in `problem`."""
+    if values["precision"] == "fp32" or any(values[name] != getattr(Config(), name) for name in _BF16_TOLERANCES):
+        return []
+    found = " and ".join(f"{name} = {shown(values[name])} ({places[name]})" for name in _BF16_TOLERANCES)
+    advice = " and ".join(f"{name} = {shown(value)}" for name, value in _BF16_TOLERANCES.items())
+    return [
+        f"precision = {shown(values['precision'])} ({places['precision']}) does not go with {found}: the sampler is in "
+        f"fp32, and what bf16 rounds would stop the first step; set {advice}, or what your model needs"
+    ]
+
+
 def environment_problems(values: Mapping[str, Any], places: Mapping[str, str], chosen: Collection[str]) -> list[str]:
     """What contradicts itself among the parameters that say which environment is played; arguments as in `problem`."""
 

@@ -15,6 +15,7 @@ from turnmill.config.combinations import (
     algorithm_problems,
     compared_with,
     environment_problems,
+    precision_problems,
     temperature_problems,
 )
 from turnmill.config.parameters import ENVIRONMENT_CHOICES, ENVIRONMENT_PARAMETERS, PREFIX, Config, describe
@@ -216,6 +217,8 @@ class _Layers:
             self.problems += environment_problems(values, places, chosen)
         if not self._bad & set(ALGORITHM_PARAMETERS):
             self.problems += algorithm_problems(values, places)
+        if "precision" not in self._bad:
+            self.problems += precision_problems(values, places)
         # While it is watched who reads what, that is not known.
         if kind is not None and not self._bad and READS not in os.environ:
             self.problems += self._unread(kind, values, chosen)

@@ -97,12 +97,13 @@ class Engine(Protocol):
     def load(self, folder: Path, version: Version) -> None:
         """Replace the weights and forget all caches; only while nothing runs.
 
-        Raises `RecordCorrupt` when the file does not hold exactly this model's tensors; the old weights stay then.
+        In LoRA mode these are the adapter's. Raises `RecordCorrupt` when the file does not hold exactly the tensors
+        that are to be replaced; the old weights stay then.
         """
         ...
 
     def fingerprint(self) -> str:
-        """`weights.fingerprint` of the parameters, computed from the memory that samples."""
+        """`weights.fingerprint` of all parameters, computed from the memory that samples."""
         ...
 
 

@@ -22,18 +22,28 @@ _MOST_HEADER_BYTES = 100_000_000
 
 def num_parameters(model_folder: Path) -> int:
     """As the headers of its safetensors files say; raises `InvalidInput` for a file that is none."""
-    return sum(_num_in(path) for path in model_folder.glob("*.safetensors"))
+    return sum(map(math.prod, _shapes(model_folder)))
 
 
-def bytes_to_keep(config: Config, kind: RunKind, parameters: int) -> int:
-    """An upper estimate for weights and checkpoints; conversations are small beside them, or the model is."""
-    weights = parameters * _BYTES_PER_PARAMETER
+def num_trained(config: Config, model_folder: Path) -> int:
+    """Parameters that a run trains; of an adapter an upper estimate, as if every matrix of the model had its part."""
+    if not config.is_lora:
+        return num_parameters(model_folder)
+    return sum(config.lora_rank * sum(shape) for shape in _shapes(model_folder) if len(shape) == 2)
+
+
+def bytes_to_keep(config: Config, kind: RunKind, parameters: int, trained: int) -> int:
+    """An upper estimate for weights and checkpoints; conversations are small beside them, or the model is.
+
+    `trained` of the model's `parameters` are what versions and checkpoints hold.
+    """
+    whole, weights = parameters * _BYTES_PER_PARAMETER, trained * _BYTES_PER_PARAMETER
     if kind is RunKind.EVAL:
-        return weights
+        return whole
     num_saved = math.ceil(config.max_steps / config.save_steps)
     num_checkpoints = min(num_saved, config.save_top_k + _NUM_OTHER_CHECKPOINTS)
     # The final weights are a folder of their own.
-    return weights * (_NUM_VERSIONS + num_checkpoints * _COPIES_IN_CHECKPOINT + 1)
+    return weights * (_NUM_VERSIONS + num_checkpoints * _COPIES_IN_CHECKPOINT) + whole
 
 
 def shown(num_bytes: float) -> str:
@@ -45,7 +55,11 @@ def shown(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def _num_in(path: Path) -> int:
+def _shapes(model_folder: Path) -> list[list[int]]:
+    return [shape for path in model_folder.glob("*.safetensors") for shape in _shapes_in(path)]
+
+
+def _shapes_in(path: Path) -> list[list[int]]:
     """A file begins with the length of its header (8 bytes, little endian) and the header, in JSON."""
     try:
         with path.open("rb") as file:
@@ -53,6 +67,9 @@ def _num_in(path: Path) -> int:
             if not 0 < length <= min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
                 raise ValueError("its header has an impossible length")
             header = json.loads(file.read(length))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
+            raise ValueError("its header has shapes that are none")
+        return shapes
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{path} is no safetensors file: {error}") from error

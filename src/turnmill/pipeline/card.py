@@ -82,7 +82,8 @@ def card_of(lineage: Mapping[str, Any]) -> str:
         _head(lineage),
         f"# {model['run_id']}/{model['version']}",
         f"`{lineage['base_model']}` trained with multi-turn reinforcement learning (GRPO) in the environment "
-        f"`{lineage['environment']['id']}`, for {lineage['training']['steps']} optimizer steps.",
+        f"`{lineage['environment']['id']}`, for {lineage['training']['steps']} optimizer steps."
+        f"{_adapter(lineage)}",
         "## Results",
         _results(lineage),
         "## Training",
@@ -115,6 +116,17 @@ def card_of(lineage: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _adapter(lineage: Mapping[str, Any]) -> str:
+    """What a reader should know of a model that holds a merged adapter; nothing where all weights were trained."""
+    values = {name: item["value"] for name, item in lineage["parameters"].items()}
+    if values.get("training_method") != "RFT_MULTITURN_LORA":
+        return ""
+    return (
+        f" What was trained is a LoRA adapter of rank {values['lora_rank']} (alpha {values['lora_alpha']:g}): these "
+        "weights are the base model's with the adapter merged into them, and `adapter/` holds it by itself, for `peft`."
+    )
 
 
 def _head(lineage: Mapping[str, Any]) -> str:

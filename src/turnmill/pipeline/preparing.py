@@ -9,7 +9,7 @@ import msgspec
 from turnmill import assets, failpoints
 from turnmill.config import Config
 from turnmill.errors import BackendUnavailable, EnvironmentFailed, NotFound, RoleFailed
-from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, shown
+from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, num_trained, shown
 from turnmill.pipeline.processes import FINAL_EXIT_CODES, check_roles
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
 from turnmill.ports import RoleSpec
@@ -111,8 +111,10 @@ async def _check_disk(ctx: StageContext) -> Check:
     free = await ctx.ports.infra.free_bytes()
     if free is None:
         return Check(name="disk", state=CheckState.NOT_CHECKED, detail="nothing limits what can be stored")
-    parameters = num_parameters(assets.model_folder(ctx.config.base_model))
-    needed = bytes_to_keep(ctx.config, ctx.run.kind, parameters)
+    folder = assets.model_folder(ctx.config.base_model)
+    parameters = num_parameters(folder)
+    trained = 0 if ctx.run.kind is RunKind.EVAL else num_trained(ctx.config, folder)
+    needed = bytes_to_keep(ctx.config, ctx.run.kind, parameters, trained)
     if needed > free:
         raise BackendUnavailable(
             f"the disk has {shown(free)} free and weights and checkpoints may take {shown(needed)} "

@@ -64,7 +64,7 @@ class PublishedModel:
 
     run_id: str
     version: Version
-    # `weights.fingerprint` of its tensors.
+    # `weights.fingerprint` of what was trained: the model's tensors, or base and adapter before they were merged.
     digest: str
     env: str
     base_model: str

@@ -6,6 +6,7 @@ Rates follow from the number of the step alone, so there is nothing of the sched
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -17,15 +18,35 @@ _RATIO = "lr_ratio"
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) over the policy's trained parameters, at the run's peak learning rate."""
+    """AdamW (arXiv:1711.05101) over the policy's trained parameters, at the run's peak learning rate.
+
+    With `loraplus_lr_ratio`, the B matrices of an adapter learn by so much faster than the others: LoRA+
+    (arXiv:2402.12354), equation 4.
+    """
+    groups: list[dict[str, Any]] = [{"params": policy.parameters()}]
+    if policy.lora is not None and config.loraplus_lr_ratio != 1:
+        named = policy.named_trained()
+        groups = [
+            {"params": [parameter for name, parameter in named if not _is_b(name)]},
+            {
+                "params": [parameter for name, parameter in named if _is_b(name)],
+                "lr": config.lr * config.loraplus_lr_ratio,
+                _RATIO: config.loraplus_lr_ratio,
+            },
+        ]
     return torch.optim.AdamW(
-        policy.parameters(),
+        groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _is_b(name: str) -> bool:
+    """Whether the parameter of that name is the B of an adapter, which begins as zeros."""
+    return ".lora_B." in name
 
 
 def learning_rate(config: Config, step: int) -> float:

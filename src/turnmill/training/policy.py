@@ -1,13 +1,17 @@
 """The model being trained: loading, logits where they are needed, and how its weights leave the process.
 
+    all weights     version: model.safetensors   checkpoint, final: a Hugging Face folder
+    an adapter      version: A and B alone       checkpoint: peft's folder   final: merged, with that folder in adapter/
+
 Axes: B rows, T positions, M positions of a pass, N selected ones of them, V vocabulary, D hidden size.
 """
 
+import copy
 import logging
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from turnmill.config import Config
 from turnmill.errors import InvalidInput
 from turnmill.generation.transformers_engine.linear import use_switching_linear
+from turnmill.generation.transformers_engine.loading import digest_of_tensors, model_fingerprint, read_tensors
 from turnmill.training.bundles import ATTENTION, Bundle, register
 from turnmill.training.microbatches import MicroBatch
-from turnmill.weights import WEIGHTS_FILE, fingerprint
+from turnmill.training.recomputing import recompute_layers
+from turnmill.weights import WEIGHTS_FILE, Lora
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +46,8 @@ _COMPANIONS = (
     "chat_template*",
     "recipe.toml",
 )
-
-
-def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Fingerprint of named tensors."""
-    return fingerprint(map(_raw, tensors))
-
-
-def _raw(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], bytes]:
-    name, tensor = named
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return name, str(tensor.dtype), tuple(tensor.shape), raw.numpy().tobytes()
+# In the folder of a merged model: the adapter that was merged, as peft keeps it.
+ADAPTER_FOLDER = "adapter"
 
 
 class _Narrow:
@@ -66,6 +64,14 @@ class _Narrow:
         self.fits = False
         block.register_forward_pre_hook(self._select)
         block.register_forward_hook(self._spread)
+
+    def __getstate__(self) -> dict[str, bool]:
+        """For copies: no thread is in a pass of theirs."""
+        return {"fits": self.fits}
+
+    def __setstate__(self, state: dict[str, bool]) -> None:
+        self.fits = state["fits"]
+        self._pass = threading.local()
 
     @contextmanager
     def to(self, index_n: Tensor) -> Iterator[None]:
@@ -93,30 +99,59 @@ class _Narrow:
 
 
 class Policy:
-    """A causal language model in fp32, always in evaluation mode: with dropout, trainer and sampler would disagree."""
+    """A causal language model with fp32 weights, always in evaluation mode: with dropout, trainer and sampler disagree.
 
-    def __init__(self, model: Any) -> None:
+    What is trained are those of its parameters that require a gradient: all, or in LoRA mode those of the adapter.
+    """
+
+    def __init__(
+        self, model: Any, *, lora: Lora | None = None, is_bf16: bool = False, is_recomputing: bool = False
+    ) -> None:
+        """`model` has the adapter `lora` already.
+
+        With `is_bf16`, passes multiply in bfloat16; with `is_recomputing`, the backward pass computes activations
+        again. Raises `InvalidInput` where the model can't do that.
+        """
         self.model = model.eval()
-        use_switching_linear(model)
+        self.lora = lora
+        self._is_bf16 = is_bf16
+        if not is_bf16:
+            # It multiplies float32 only; torch asks oneDNN for bfloat16 products by itself.
+            use_switching_linear(model)
         self.has_plain_head = self._head_is_plain()
         self._narrow: _Narrow | None = None
         if self.has_plain_head:
             self._narrow = self._narrowed()
         # Whether a pass may have several bundles, with prompts that are computed once.
         self.is_sharing = self._shares()
+        if is_recomputing:
+            recompute_layers(model, but_the_last=self._narrow is not None)
 
     @classmethod
-    def load(cls, folder: Path) -> "Policy":
-        """Load a Hugging Face folder: safetensors only, no code from it, nothing from the network."""
-        # Its progress bar would fill the role's log, of which the last lines are what a failure shows.
-        transformers_logging.disable_progress_bar()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise InvalidInput(f"base_model folder {folder} can't be loaded: {error}") from error
-        return cls(model)
+    def load(cls, folder: Path, config: Config | None = None) -> "Policy":
+        """Load a Hugging Face folder: safetensors only, no code from it, nothing from the network.
+
+        `config` tells adapter, precision and whether activations are kept; without it, all weights are trained in fp32.
+        """
+        config = config or Config()
+        model = _read_model(folder)
+        lora = Lora.of(config)
+        if lora is not None:
+            # Imports peft.
+            from turnmill.generation.transformers_engine.adapters import inject
+
+            inject(model, lora)
+        return cls(model, lora=lora, is_bf16=config.precision == "bf16", is_recomputing=config.gradient_checkpointing)
+
+    def frozen_twin(self) -> "Policy":
+        """A policy with the weights as they are now, which stay; those that are never trained are shared, not copied.
+
+        In LoRA mode that is the base model with another adapter. The two may run passes at once, in several threads.
+        """
+        shared = {id(parameter): parameter for parameter in self.model.parameters() if not parameter.requires_grad}
+        twin = copy.deepcopy(self, shared)
+        twin.model.requires_grad_(False)
+        return twin
 
     @property
     def is_reentrant(self) -> bool:
@@ -124,9 +159,13 @@ class Policy:
         rope = getattr(self.model.config, "rope_parameters", None) or {}
         return rope.get("rope_type", "default") not in ("dynamic", "longrope")
 
+    def named_trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The trained parameters with their names in the model, each once, a tied one too."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Each parameter once, a tied one too."""
-        return list(self.model.parameters())
+        """The trained parameters, in the order of `named_trained`."""
+        return [parameter for _, parameter in self.named_trained()]
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -199,13 +238,25 @@ class Policy:
         """
         run = self._packed if self.is_sharing else self._padded
         if not self.has_plain_head:
-            full_btv: Tensor = run(batch.ids_m, batch.bundles, self.model).logits
-            return full_btv.flatten(0, 1)[batch.index_n]
-        with self._narrow.to(batch.index_n) if self._narrow is not None else nullcontext():
+            with self._precision():
+                full_btv: Tensor = run(batch.ids_m, batch.bundles, self.model).logits
+            return full_btv.flatten(0, 1)[batch.index_n].float()
+        with self._precision(), self._narrow.to(batch.index_n) if self._narrow is not None else nullcontext():
             hidden_btd = run(batch.ids_m, batch.bundles, self.model.base_model).last_hidden_state
         selected_nd = hidden_btd.flatten(0, 1).index_select(0, batch.index_n)
-        selected_nv: Tensor = self.model.get_output_embeddings()(selected_nd)
+        # In fp32 whatever the precision is: logits rounded to bfloat16 are most of what trainer and sampler would
+        # disagree about (arXiv:2506.13585, section 3.2).
+        selected_nv: Tensor = self.model.get_output_embeddings()(selected_nd.float())
         return selected_nv
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Of products in a pass; weights stay fp32, and so does what is added up from layer to layer.
+
+        Without the cache of cast weights, which all threads would share, those without gradients too.
+        """
+        if not self._is_bf16:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, torch.bfloat16, cache_enabled=False)
 
     def _packed(self, ids_m: Tensor, bundles: Sequence[Bundle], model: Any) -> Any:
         """The output of one row [1, M] that holds all bundles."""
@@ -221,21 +272,91 @@ class Policy:
         (bundle,) = bundles
         return model(input_ids=ids_m.view(len(bundle.rows), bundle.width), use_cache=False)
 
+    # ------------------------------------------------------------ files
+
     def fingerprint(self) -> str:
-        """Digest of the weights in memory, as replicas compute it from theirs."""
-        return digest_of_tensors(self.model.named_parameters())
+        """Digest of all weights in memory, as replicas compute it from theirs."""
+        return model_fingerprint(self.model)
 
     def save_weights(self, folder: Path) -> None:
-        """Write what replicas load: `model.safetensors` with each parameter once, a tied one too."""
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.model.named_parameters()}
+        """Write what replicas load: `model.safetensors` with each trained parameter once, a tied one too."""
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self._stored().items()}
         safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
+    def _stored(self) -> Mapping[str, Tensor]:
+        """The trained parameters by the names that they have in files."""
+        if self.lora is None:
+            return dict(self.model.named_parameters())
+        from turnmill.generation.transformers_engine.adapters import adapter_tensors
+
+        return adapter_tensors(self.model)
+
+    def save_checkpoint(self, folder: Path, base_model: Path) -> None:
+        """Write what training goes on with: a Hugging Face folder, or the adapter as `peft.PeftModel` loads it."""
+        if self.lora is None:
+            self.save_pretrained(folder, base_model)
+            return
+        from turnmill.generation.transformers_engine.adapters import save_adapter
+
+        save_adapter(self.model, self.lora, folder)
+
+    def read_checkpoint(self, folder: Path) -> tuple[dict[str, Tensor], str]:
+        """Of what `save_checkpoint` wrote: trained parameters by their names in the model, and the digest with them.
+
+        Nothing changes here. Raises `InvalidInput` or `RecordCorrupt` where it can't be read.
+        """
+        if self.lora is None:
+            saved = dict(_read_model(folder).named_parameters())
+            return saved, digest_of_tensors(saved.items())
+        from turnmill.generation.transformers_engine.adapters import ADAPTER_FILE
+
+        found = read_tensors(folder / ADAPTER_FILE)
+        names = {id(parameter): name for name, parameter in self.named_trained()}
+        saved = {names[id(parameter)]: found[key] for key, parameter in self._stored().items() if key in found}
+        whole = dict(self.model.named_parameters()) | saved
+        return saved, digest_of_tensors(whole.items())
+
+    @torch.no_grad()
+    def replace(self, trained: Mapping[str, Tensor]) -> None:
+        """Take over trained parameters, by their names in the model."""
+        for name, parameter in self.named_trained():
+            parameter.copy_(trained[name])
+
     def save_pretrained(self, folder: Path, base_model: Path) -> None:
-        """Write a Hugging Face folder; tokenizer, chat template and recipe are those of the base model."""
-        self.model.save_pretrained(folder, safe_serialization=True)
+        """Write a Hugging Face folder; tokenizer, chat template and recipe are those of the base model.
+
+        In LoRA mode it holds the base model with the adapter merged into it, and the adapter beside.
+        """
+        if self.lora is None:
+            self.model.save_pretrained(folder, safe_serialization=True)
+        else:
+            adapter = folder / ADAPTER_FOLDER
+            adapter.mkdir()
+            self.save_checkpoint(adapter, base_model)
+            self._merged(base_model).save_pretrained(folder, safe_serialization=True)
         for pattern in _COMPANIONS:
             for path in sorted(base_model.glob(pattern)):
                 if path.is_dir():
                     shutil.copytree(path, folder / path.name)
                 else:
                     shutil.copyfile(path, folder / path.name)
+
+    def _merged(self, base_model: Path) -> Any:
+        """The base model, read anew, with the adapter added to its weights."""
+        from turnmill.generation.transformers_engine.adapters import add_adapter
+
+        merged = _read_model(base_model)
+        add_adapter(self.model, merged)
+        return merged
+
+
+def _read_model(folder: Path) -> Any:
+    """In fp32; raises `InvalidInput` where it can't be loaded."""
+    # Its progress bar would fill the role's log, of which the last lines are what a failure shows.
+    transformers_logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"base_model folder {folder} can't be loaded: {error}") from error

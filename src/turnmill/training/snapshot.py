@@ -1,6 +1,6 @@
 """What training goes on with: weights, optimizer and random state, bit for bit; safetensors only, no pickle.
 
-    save: trainer -> Hugging Face folder + trainer.safetensors
+    save: trainer -> Hugging Face folder, or that of an adapter + trainer.safetensors
     restore: folder -> checked against the manifest's digests -> trainer
 
 `trainer.safetensors` holds `optimizer/<parameter>/<state>`, `random/torch` and, where it is not the base model any
@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from turnmill.errors import InvalidInput, RecordCorrupt
+from turnmill.generation.transformers_engine.loading import digest_of_tensors
 from turnmill.training.checkpoint import Manifest
 from turnmill.training.optimizer import set_learning_rate
-from turnmill.training.policy import Policy, digest_of_tensors
 from turnmill.training.trainer import Trainer
 
 STATE_FILE = "trainer.safetensors"
@@ -28,7 +28,7 @@ _OPTIMIZER, _RANDOM, _REFERENCE = "optimizer", "random/torch", "reference"
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """Optimizer, random state and renewed reference by name."""
     tensors = {_RANDOM: torch.get_rng_state()}
-    for name, parameter in trainer.policy.model.named_parameters():
+    for name, parameter in trainer.policy.named_trained():
         for key, value in trainer.optimizer.state[parameter].items():
             tensors[f"{_OPTIMIZER}/{name}/{key}"] = value.detach().contiguous()
     if trainer.is_renewed_at(trainer.num_steps):
@@ -44,7 +44,7 @@ def state_digest(trainer: Trainer) -> str:
 
 def save(trainer: Trainer, folder: Path) -> None:
     """Write everything into an existing folder."""
-    trainer.save_pretrained(folder)
+    trainer.policy.save_checkpoint(folder, trainer.base_model)
     safetensors.torch.save_file(state_of(trainer), folder / STATE_FILE)
 
 
@@ -53,28 +53,30 @@ def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
 
     Raises `RecordCorrupt`, the trainer unchanged, if the folder can't be read or is not what its manifest says.
     """
+    policy = trainer.policy
     try:
-        policy = Policy.load(folder)
+        saved, digest = policy.read_checkpoint(folder)
         tensors = safetensors.torch.load_file(folder / STATE_FILE)
     except (OSError, InvalidInput, SafetensorError) as error:
         raise RecordCorrupt(f"checkpoint {folder} can't be read: {error}") from error
     for what, expected, found in (
-        ("weights", manifest.digest, policy.fingerprint()),
+        ("weights", manifest.digest, digest),
         ("optimizer state", manifest.state_digest, digest_of_tensors(tensors.items())),
     ):
         if expected != found:
             raise RecordCorrupt(f"checkpoint {folder} was altered: its {what} are {found}, recorded was {expected}")
     reference = _reference_of(trainer, folder, manifest, tensors)
-    saved = dict(policy.model.named_parameters())
+    names = {parameter: name for name, parameter in policy.named_trained()}
     state = trainer.optimizer.state_dict()
     state["state"] = {}
+    grouped = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
+    for index, parameter in enumerate(grouped):
+        prefix = f"{_OPTIMIZER}/{names[parameter]}/"
+        values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+        if values:
+            state["state"][index] = {key: value.clone() for key, value in values.items()}
+    policy.replace(saved)
     with torch.no_grad():
-        for index, (name, parameter) in enumerate(trainer.policy.model.named_parameters()):
-            parameter.copy_(saved[name])
-            prefix = f"{_OPTIMIZER}/{name}/"
-            values = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-            if values:
-                state["state"][index] = {key: value.clone() for key, value in values.items()}
         for parameter, value in reference:
             parameter.copy_(value)
     trainer.optimizer.load_state_dict(state)

@@ -102,11 +102,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config = config
         self.base_model = base_model
-        self.policy = Policy.load(base_model)
-        self.reference: Policy | None = None
-        if config.kl_coeff > 0:
-            self.reference = Policy.load(base_model)
-            self.reference.model.requires_grad_(False)
+        self.policy = Policy.load(base_model, config)
+        self.reference: Policy | None = self.policy.frozen_twin() if config.kl_coeff > 0 else None
         self.optimizer = make_optimizer(self.policy, config)
         # Optimizer steps made.
         self.num_steps = 0
@@ -139,7 +136,7 @@ class Trainer:
         """Those of the reference's parameters that are trained in the policy, with their names."""
         if self.reference is None:
             return []
-        trained = {name for name, parameter in self.policy.model.named_parameters() if parameter.requires_grad}
+        trained = {name for name, _ in self.policy.named_trained()}
         return [(name, held) for name, held in self.reference.model.named_parameters() if name in trained]
 
     @property
@@ -330,7 +327,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bad = [
                 name
-                for name, parameter in self.policy.model.named_parameters()
+                for name, parameter in self.policy.named_trained()
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
             ]
             raise NoProgress(

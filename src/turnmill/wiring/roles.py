@@ -26,6 +26,7 @@ from turnmill.rollout.box.isolation import Settings
 from turnmill.rollout.news import Listener, News
 from turnmill.rollout.scheduler import Scheduler
 from turnmill.telemetry import configure_logging
+from turnmill.weights import Lora
 from turnmill.wiring import variables
 from turnmill.wiring.backend import backend_of, open_external_run, rollout_alarm
 from turnmill.wiring.event_loop import run_loop
@@ -191,9 +192,11 @@ async def _replica(root: Path, run_id: str, name: str, stop: asyncio.Event) -> N
     from turnmill.generation.replica import run_replica
     from turnmill.generation.transformers_engine import TransformersEngine
 
-    async with _opened(root, run_id) as (_, config, ports):
+    async with _opened(root, run_id) as (run, config, ports):
         folder = assets.model_folder(config.base_model)
-        engine = TransformersEngine(folder, num_slots=config.generation_slots, max_length=config.max_length)
+        # What is evaluated by itself has no trainer whose adapters would come.
+        lora = Lora.of(config) if run.kind is RunKind.TRAIN else None
+        engine = TransformersEngine(folder, num_slots=config.generation_slots, max_length=config.max_length, lora=lora)
         await run_replica(
             ports,
             run_id=run_id,

@@ -70,12 +70,25 @@ def _of_run(root: Path, run: Run, step: int | None) -> ServedModel:
     if not _is_model(folder) and step is None:
         # Trained on another machine, for example.
         folder = _published(root, run.run_id) or folder
+    if os.path.isfile(folder / "adapter_config.json"):
+        folder = _merged(root, run, folder)
     if not _is_model(folder):
         there = sorted(path.name for path in checkpoints.glob("[!.]*")) if checkpoints.is_dir() else []
         hint = f"there are {', '.join(there)} (--step N)" if there else "it has none"
         raise NotFound(f"run {run.run_id} ({run.status}) has no checkpoint {folder.name}: {hint}")
     name = run.run_id if step is None else f"{run.run_id}/step-{step}"
     return ServedModel(name=name, folder=folder, config=from_dict(run.config))
+
+
+def _merged(root: Path, run: Run, checkpoint: Path) -> Path:
+    """The model of an adapter's checkpoint, below the run: made when it is first asked for, which takes seconds."""
+    _check_installed(*_NEEDED, "peft")
+    from turnmill.training.merging import merge_checkpoint
+
+    config = from_dict(run.config)
+    target = root.absolute() / "runs" / run.run_id / "merged" / checkpoint.name
+    merge_checkpoint(checkpoint, assets.model_folder(config.base_model), config, target)
+    return target
 
 
 def _published(root: Path, run_id: str) -> Path | None:
@@ -106,14 +119,18 @@ def _of_folder(name: str, folder: Path, base_model: str) -> ServedModel:
 
 def load(model: ServedModel, *, num_slots: int) -> "tuple[StreamingEngine, Renderer]":
     """Read the weights, which takes seconds; raises `InvalidInput` where they can't be used."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise InvalidInput(f"serving a model needs {', '.join(missing)}: pip install 'turnmill[train]'")
+    _check_installed(*_NEEDED)
     from turnmill.generation.renderer import Renderer
     from turnmill.generation.transformers_engine import TransformersEngine
 
     renderer = Renderer(model.folder)
     return TransformersEngine(model.folder, num_slots=num_slots, max_length=model.config.max_length), renderer
+
+
+def _check_installed(*names: str) -> None:
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise InvalidInput(f"serving a model needs {', '.join(missing)}: pip install 'turnmill[train]'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,7 +299,18 @@ COMBINATIONS: list[tuple[Mapping[str, Any], str]] = [
         "global_batch_size = 64 (default) and number_generation = 8 (default): an update is made on whole groups; set "
         "ppo_minibatches to at most 8",
     ),
+    (
+        {"precision": "bf16"},
+        'precision = "bf16" (--precision) does not go with audit_mean_tolerance = 0.0001 (default) and '
+        "audit_max_tolerance = 0.001 (default): the sampler is in fp32, and what bf16 rounds would stop the first "
+        "step; set audit_mean_tolerance = 0.02 and audit_max_tolerance = 1, or what your model needs",
+    ),
 ]
+
+
+def test_bf16_goes_with_tolerances_that_somebody_chose() -> None:
+    flags = {"precision": "bf16", "audit_mean_tolerance": 0.02, "audit_max_tolerance": 1.0}
+    assert load_config(flags=flags).config.precision == "bf16"
 
 
 @pytest.mark.parametrize(("flags", "message"), COMBINATIONS)

@@ -17,7 +17,7 @@ from turnmill.backends.embedded import ProcessLauncher, open_run
 from turnmill.config import Config
 from turnmill.errors import BackendUnavailable, EnvironmentFailed, InvalidInput, RoleFailed
 from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
-from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, shown
+from turnmill.pipeline.capacity import bytes_to_keep, num_parameters, num_trained, shown
 from turnmill.pipeline.preparing import poll_preflight, report_key, start_deploy, start_preflight
 from turnmill.pipeline.stage import Done, StageContext
 from turnmill.pipeline.stages import start_teardown
@@ -189,10 +189,21 @@ async def test_a_disk_without_room_is_told_before_any_process_is_started(open_co
 def test_the_estimate_counts_versions_and_checkpoints() -> None:
     config = Config(max_steps=100, save_steps=10, save_top_k=5)
     # Four versions, seven checkpoints of three copies, the final weights; an evaluation has the base alone.
-    assert bytes_to_keep(config, RunKind.TRAIN, 10) == 40 * (4 + 7 * 3 + 1)
-    assert bytes_to_keep(replace(config, max_steps=20), RunKind.TRAIN, 10) == 40 * (4 + 2 * 3 + 1)
-    assert bytes_to_keep(config, RunKind.EVAL, 10) == 40
+    assert bytes_to_keep(config, RunKind.TRAIN, 10, 10) == 40 * (4 + 7 * 3 + 1)
+    assert bytes_to_keep(replace(config, max_steps=20), RunKind.TRAIN, 10, 10) == 40 * (4 + 2 * 3 + 1)
+    assert bytes_to_keep(config, RunKind.EVAL, 10, 10) == 40
+    # Of an adapter of four parameters, versions and checkpoints hold those; the final weights are merged.
+    assert bytes_to_keep(config, RunKind.TRAIN, 10, 4) == 16 * (4 + 7 * 3) + 40
     assert shown(40) == "40 B" and shown(1536) == "1.5 KiB" and shown(3 * 2**40) == "3.0 TiB"
+
+
+def test_an_adapter_has_a_column_and_a_row_of_its_rank_for_each_matrix(tmp_path: Path) -> None:
+    shapes = {"a": [30, 50], "b": [7]}
+    header = json.dumps({name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    config = Config(lora_rank=4)
+    assert num_parameters(tmp_path) == num_trained(config, tmp_path) == 1507
+    assert num_trained(replace(config, training_method="RFT_MULTITURN_LORA"), tmp_path) == 4 * (30 + 50)
 
 
 def test_a_model_file_that_is_none_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from turnmill import failpoints
 from turnmill.backends.embedded import open_root_records
 from turnmill.backends.embedded.models import MANIFEST
 from turnmill.errors import RecordCorrupt, VersionConflict
+from turnmill.pipeline.card import card_of
 from turnmill.pipeline.engine import RunRecord
 from turnmill.pipeline.publishing import point_to_latest, poll_publish, start_publish
 from turnmill.pipeline.stage import Running
@@ -81,6 +82,14 @@ async def test_the_card_holds_the_figures(tmp_path: Path) -> None:
     ):
         assert line in card.splitlines(), line
     assert "Published by the rule `not_worse`: better than its base on held-out tasks: +0.500 (95 % interval" in card
+
+
+async def test_the_card_says_that_an_adapter_was_merged(tmp_path: Path) -> None:
+    await prepare(tmp_path)
+    lineage = json.loads((Path((await publish(tmp_path))["location"]) / "lineage.json").read_text())
+    assert "LoRA" not in card_of(lineage)
+    lineage["parameters"]["training_method"]["value"] = "RFT_MULTITURN_LORA"
+    assert "a LoRA adapter of rank 32 (alpha 32): these weights are the base model's with the" in card_of(lineage)
 
 
 @pytest.mark.parametrize("point", ["model-copied", "model-published", "model-pointed"])

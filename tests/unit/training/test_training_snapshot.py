@@ -41,9 +41,10 @@ def saved(trainer: Trainer, folder: Path) -> Manifest:
     )
 
 
-@pytest.fixture
-def config(small_config: Config) -> Config:
-    return replace(small_config, lr_schedule="cosine", max_steps=6, weight_decay=0.1, kl_coeff=0.1)
+@pytest.fixture(params=["RFT_MULTITURN_FULL", "RFT_MULTITURN_LORA"])
+def config(small_config: Config, request: pytest.FixtureRequest) -> Config:
+    config = replace(small_config, lr_schedule="cosine", max_steps=6, weight_decay=0.1, kl_coeff=0.1)
+    return replace(config, training_method=request.param, lora_rank=4, loraplus_lr_ratio=4.0)
 
 
 def test_a_restored_trainer_makes_the_same_steps_from_the_same_random_numbers(
@@ -72,7 +73,10 @@ def test_nothing_in_a_snapshot_is_a_pickle(config: Config, trainer_of: MakeTrain
     make_steps(trainer, 1)
     saved(trainer, tmp_path / "step-1")
     names = {path.name for path in (tmp_path / "step-1").iterdir()}
-    assert {"model.safetensors", "trainer.safetensors", "config.json", "tokenizer.json"} <= names
+    if config.is_lora:
+        assert names == {"adapter_model.safetensors", "adapter_config.json", "trainer.safetensors"}
+    else:
+        assert {"model.safetensors", "trainer.safetensors", "config.json", "tokenizer.json"} <= names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
 
 
@@ -85,7 +89,8 @@ def test_what_does_not_fit_its_manifest_changes_nothing(
     make_steps(trainer, 1)
     manifest = saved(trainer, tmp_path / "step-1")
     if missing:
-        (tmp_path / "step-1" / ("model.safetensors" if field == "digest" else "trainer.safetensors")).unlink()
+        weights = "adapter_model.safetensors" if config.is_lora else "model.safetensors"
+        (tmp_path / "step-1" / (weights if field == "digest" else "trainer.safetensors")).unlink()
     else:
         manifest = replace(manifest, digest="other") if field == "digest" else replace(manifest, state_digest="other")
     other = trainer_of(config)

@@ -24,6 +24,7 @@ from turnmill.generation.transformers_engine.openings import Openings
 from turnmill.generation.transformers_engine.passes import Group, Ints, Row, SlotModel, group_of
 from turnmill.generation.transformers_engine.sampling import draw, generator_of, uniforms
 from turnmill.records import FinishReason, Version
+from turnmill.weights import WEIGHTS_FILE, Lora
 
 BASE_VERSION = Version(incarnation=0, n=0)
 
@@ -40,10 +41,19 @@ class TransformersEngine:
     """`StreamingEngine` on one process's CPU."""
 
     def __init__(
-        self, folder: Path, *, num_slots: int = 64, max_length: int = 16384, dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        *,
+        num_slots: int = 64,
+        max_length: int = 16384,
+        dtype: torch.dtype = torch.float32,
+        lora: Lora | None = None,
     ) -> None:
-        """Load the base model as version 0.0; raises `InvalidInput` for a model that can't be served exactly."""
-        self._model = SlotModel(folder, num_slots=num_slots, max_length=max_length, dtype=dtype)
+        """Load the base model, with the adapter that a run begins with, as version 0.0.
+
+        Raises `InvalidInput` for a model that can't be served exactly.
+        """
+        self._model = SlotModel(folder, num_slots=num_slots, max_length=max_length, dtype=dtype, lora=lora)
         self._cache = self._model.cache
         self._version = BASE_VERSION
         self._max_length = self._model.max_length
@@ -340,7 +350,7 @@ class TransformersEngine:
     def load(self, folder: Path, version: Version) -> None:
         if self._calls:
             raise GenerationFailed("busy", f"{len(self._calls)} calls run; weights are replaced only when none does")
-        replace_weights(self._model.model, folder)
+        replace_weights(self._model.replaceable(), folder / WEIGHTS_FILE)
         self._version = version
         self._forget_all()
 

@@ -1,6 +1,7 @@
 """Models and weights from disk: safetensors only, no code from a model's folder, weights replaced in place."""
 
 import inspect
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from turnmill.errors import InvalidInput, RecordCorrupt
-from turnmill.weights import WEIGHTS_FILE, fingerprint
+from turnmill.weights import fingerprint
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -55,18 +56,22 @@ def forward_keywords(model: Any) -> tuple[str, bool]:
     return "cache" if "cache" in parameters else "past_key_values", "logits_to_keep" in parameters
 
 
-def replace_weights(model: Any, folder: Path) -> None:
-    """Copy `model.safetensors` into the model's tensors; all is checked before the first one changes.
-
-    A tied tensor is stored under any one of its names, or under several with equal content.
-    """
-    path = folder / WEIGHTS_FILE
-    targets: dict[str, torch.Tensor] = dict(model.state_dict())
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Of a safetensors file; raises `RecordCorrupt` where it can't be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise RecordCorrupt(f"{path} can't be read: {error}") from error
+
+
+def replace_weights(targets: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Copy a safetensors file into a model's tensors, by name; all is checked before the first one changes.
+
+    A tied tensor is stored under any one of its names, or under several with equal content. Raises `RecordCorrupt`
+    unless the file holds exactly these tensors.
+    """
+    found = read_tensors(path)
     unexpected = sorted(found.keys() - targets.keys())
     if unexpected:
         raise RecordCorrupt(f"{path} holds tensors that the model does not have: {_some(unexpected)}")
@@ -89,17 +94,22 @@ def replace_weights(model: Any, folder: Path) -> None:
             targets[name].copy_(source)
 
 
-def model_fingerprint(model: Any) -> str:
-    """`weights.fingerprint` over `named_parameters()`, so a tied tensor counts once."""
+def digest_of_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """`weights.fingerprint` of named tensors."""
     return fingerprint(
         (
             name,
-            str(parameter.dtype),
-            tuple(parameter.shape),
-            parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            str(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
         )
-        for name, parameter in model.named_parameters()
+        for name, tensor in tensors
     )
+
+
+def model_fingerprint(model: Any) -> str:
+    """Over `named_parameters()`, so a tied tensor counts once, and an adapter as much as what it is added to."""
+    return digest_of_tensors(model.named_parameters())
 
 
 def _some(names: list[str]) -> str:

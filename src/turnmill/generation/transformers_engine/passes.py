@@ -22,6 +22,7 @@ from turnmill.generation.transformers_engine.attention import ATTENTION, Segment
 from turnmill.generation.transformers_engine.cache import SlotCache
 from turnmill.generation.transformers_engine.linear import use_switching_linear
 from turnmill.generation.transformers_engine.loading import forward_keywords, load_model, usable_length
+from turnmill.weights import Lora
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -90,9 +91,17 @@ def group_of(rows: Sequence[Row]) -> Group:
 class SlotModel:
     """A model of transformers and the cache under it; position p of a slot attends to positions 0..p of that slot."""
 
-    def __init__(self, folder: Path, *, num_slots: int, max_length: int, dtype: torch.dtype) -> None:
-        """Raises `InvalidInput` for a model that can't be served exactly."""
+    def __init__(
+        self, folder: Path, *, num_slots: int, max_length: int, dtype: torch.dtype, lora: Lora | None = None
+    ) -> None:
+        """Raises `InvalidInput` for a model that can't be served exactly, or can't have this adapter."""
         self.model = load_model(folder, dtype)
+        self._lora = lora
+        if lora is not None:
+            # Imports peft.
+            from turnmill.generation.transformers_engine.adapters import inject
+
+            inject(self.model, lora)
         self.max_length = usable_length(self.model.config, max_length)
         # The logits' width, padding of the vocabulary included.
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
@@ -103,6 +112,14 @@ class SlotModel:
         # Whether all groups go in one pass, rather than each in its own.
         self.is_packed = False
         self._choose()
+
+    def replaceable(self) -> dict[str, torch.Tensor]:
+        """What a weight version holds, by the names that it has there: all weights, or those of the adapter."""
+        if self._lora is None:
+            return dict(self.model.state_dict())
+        from turnmill.generation.transformers_engine.adapters import adapter_tensors
+
+        return adapter_tensors(self.model)
 
     def logits(self, groups: Sequence[Group]) -> torch.Tensor:
         """[rows of all groups, V], in their order."""

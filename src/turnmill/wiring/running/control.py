@@ -82,7 +82,10 @@ def new_run_id(now: float | None = None) -> str:
 
 def check_order(root: Path, order: Order) -> None:
     """What can be known before anything is made in the deployment at `root`; raises `InvalidInput`."""
-    missing = [name for name in ("torch", "transformers", "safetensors", "numpy") if find_spec(name) is None]
+    needed = ["torch", "transformers", "safetensors", "numpy"]
+    if order.kind is RunKind.TRAIN and order.resolved.config.is_lora:
+        needed.append("peft")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise InvalidInput(
             f"training and evaluation need {', '.join(missing)}: install the extra, pip install 'turnmill[train]'"
