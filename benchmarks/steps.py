@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from benchmarks.llama import small_llama
 from turnmill import assets
 from turnmill.config import Config, load_config
-from turnmill.training.grpo import group_advantages
+from turnmill.training.algorithms.advantages import group_based
 from turnmill.training.samples import Row, Span, TrainingSample
 from turnmill.training.trainer import Trainer
 
@@ -134,7 +134,7 @@ class Plain:
         mask_bt = padded([row.loss_mask for row in rows])[:, 1:]
         sampled_bt = padded([row.logprobs for row in rows])[:, 1:]
         rewards_gs = torch.tensor([[sample.reward for sample in group] for group in self._case.groups])
-        advantages_b1 = group_advantages(rewards_gs).flatten()[:, None]
+        advantages_b1 = group_based(rewards_gs, torch.ones_like(rewards_gs)).flatten()[:, None]
         logits_btv = self._model(input_ids=ids_bt, attention_mask=real_bt, use_cache=False).logits[:, :-1]
         log_p_btv = torch.log_softmax(logits_btv, dim=-1)
         log_p_bt = log_p_btv.gather(2, ids_bt[:, 1:, None])[:, :, 0]

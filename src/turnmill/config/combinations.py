@@ -99,6 +99,15 @@ RULES = (
     ),
 )
 
+# Those that `algorithm_problems` looks at.
+ALGORITHM_PARAMETERS = (
+    "kl_refresh_steps",
+    "kl_coeff",
+    "ppo_minibatches",
+    "global_batch_size",
+    "number_generation",
+)
+
 
 def compared_with(name: str) -> frozenset[str]:
     """The parameters that stand in a relation to this one."""
@@ -154,4 +163,26 @@ def environment_problems(values: Mapping[str, Any], places: Mapping[str, str], c
         problems.append(f"{told('vf_env_args')} is read with vf_env_id alone, which is not set: set it, or env_args")
     if played != "use_custom_env" and values["custom_env_id"] != Config().custom_env_id:
         problems.append(f"{told('custom_env_id')} is not read: set use_custom_env = true as well, or env instead")
+    return problems
+
+
+def algorithm_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> list[str]:
+    """What of the advantages and the loss does not fit together; arguments as in `Rule.problem`."""
+
+    def told(name: str) -> str:
+        return f"{name} = {shown(values[name])} ({places[name]})"
+
+    problems = []
+    if values["kl_refresh_steps"] and not values["kl_coeff"]:
+        problems.append(
+            f"{told('kl_refresh_steps')} renews the reference of the KL term, which {told('kl_coeff')} leaves out: set "
+            "kl_coeff above 0, or kl_refresh_steps to 0"
+        )
+    num_groups = values["global_batch_size"] // values["number_generation"]
+    if 0 < num_groups < values["ppo_minibatches"]:
+        problems.append(
+            f"{told('ppo_minibatches')} must not exceed the groups of a batch, which are {num_groups}, of "
+            f"{told('global_batch_size')} and {told('number_generation')}: an update is made on whole groups; set "
+            f"ppo_minibatches to at most {num_groups}"
+        )
     return problems

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from turnmill.config.combinations import (
+    ALGORITHM_PARAMETERS,
     RULES,
+    algorithm_problems,
     compared_with,
     environment_problems,
     precision_problems,
@@ -213,6 +215,8 @@ class _Layers:
             self.problems += temperature_problems(values, places)
         if not self._bad & set(ENVIRONMENT_PARAMETERS):
             self.problems += environment_problems(values, places, chosen)
+        if not self._bad & set(ALGORITHM_PARAMETERS):
+            self.problems += algorithm_problems(values, places)
         if "precision" not in self._bad:
             self.problems += precision_problems(values, places)
         # While it is watched who reads what, that is not known.

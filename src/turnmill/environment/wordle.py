@@ -8,6 +8,7 @@ A guess is any five letters a-z; no word list limits it. The reward is 1.0 for t
 import operator
 import re
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 from turnmill.environment.base import Chat, Environment, Message, Outcome, Score, opening_messages
 from turnmill.errors import DataError
@@ -46,18 +47,20 @@ class Wordle(Environment):
         return Outcome(stop_reason=StopReason.MAX_TURNS)
 
     async def score(self, task: Task, messages: Sequence[Message]) -> Score:
-        """1.0 where a guess was the answer. `greens` is the most right places of one guess."""
+        """1.0 where a guess was the answer. `greens` is the most right places of one guess.
+
+        A turn is worth the places that its guess has right beyond the best guess before it, as a share of the word.
+        """
         answer = answer_of(task)
         said = messages[len(opening_messages(task)) :]
         turns = [message.get("content") or "" for message in said if message["role"] == "assistant"]
         guesses = [parse_guess(turn) for turn in turns]
         valid = [guess for guess in guesses if guess is not None]
-        metrics = {
-            "turns": len(turns),
-            "greens": max((sum(map(operator.eq, guess, answer)) for guess in valid), default=0),
-            "invalid_guesses": len(guesses) - len(valid),
-        }
-        return Score(reward=1.0 if answer in valid else 0.0, metrics=metrics)
+        greens = [0 if guess is None else sum(map(operator.eq, guess, answer)) for guess in guesses]
+        best = [0, *accumulate(greens, max)]
+        metrics = {"turns": len(turns), "greens": best[-1], "invalid_guesses": len(guesses) - len(valid)}
+        gained = [(after - before) / len(answer) for before, after in pairwise(best)]
+        return Score(reward=1.0 if answer in valid else 0.0, metrics=metrics, turn_rewards=gained)
 
     def validate(self, task: Task) -> None:
         super().validate(task)

@@ -1,4 +1,6 @@
-"""From rewards to weights: batch, step, publish. `loop` runs it, `grpo` is the algorithm, `trainer` holds the model.
+"""From rewards to weights: batch, step, publish.
 
-samples -> batcher -> trainer (policy, grpo) -> checkpoint        loop ties them together, tally counts
+`loop` runs it, `algorithms` is what is computed, `trainer` holds the model.
+
+samples -> batcher -> trainer (policy, algorithms) -> checkpoint        loop ties them together, tally counts
 """

@@ -42,8 +42,13 @@ class Ahead:
         return sum(self._parts)
 
     def offer(self, groups: Sequence[Group]) -> None:
-        """Groups that will be in the batch, right after those offered before; raises what an earlier one ended with."""
+        """Groups that will be in the batch, right after those offered before; raises what an earlier one ended with.
+
+        Where gradients take the whole batch, they wait for `complete`.
+        """
         self._waiting += groups
+        if not self._trainer.is_incremental:
+            return
         if self._task is not None and self._task.done():
             self._task.result()
             self._task = None

@@ -8,8 +8,8 @@ decided, so a short conversation is never favoured. Everything else follows from
 - A group is complete with `number_generation` valid samples. An invalid (or stale) sample is replaced, at most
   `number_generation` times a group; then the group is abandoned and its samples are dropped as surplus: they were
   played well, but no batch has a place for an incomplete group.
-- A group whose rewards are all equal has no signal: it is dropped and the next task in data order takes its place, at
-  most `max_refill_rounds` times the groups of a batch.
+- A group whose rewards are all equal (those of single turns too, where they are compared) has no signal: it is dropped
+  and the next task in data order takes its place, at most `max_refill_rounds` times the groups of a batch.
 - At most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be needed,
   as many as the share of groups with signal so far lets expect. (Drawing fewer or more than expected was slower in
   simulations of easy, mixed and hard tasks: the former waits longer, the latter plays more surplus.)
@@ -87,6 +87,8 @@ class _Group:
     open_ids: set[str] = field(default_factory=set)
     rewards: dict[str, float] = field(default_factory=dict)
     num_replaced: int = 0
+    # Of samples with a reward, where single turns are compared too: what they earned, without zeros at the end.
+    turn_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     num_stale: int = 0
     # Of the samples with a reward: what each earned by itself, and how many were cut off at `max_length`.
     own_rewards: list[float] = field(default_factory=list)
@@ -102,7 +104,7 @@ class _Group:
 
     @property
     def is_mixed(self) -> bool:
-        return len(set(self.rewards.values())) > 1
+        return len({(reward, self.turn_rewards.get(sample_id)) for sample_id, reward in self.rewards.items()}) > 1
 
 
 class BatchBuilder:
@@ -208,6 +210,11 @@ class BatchBuilder:
         """It belongs to this batch and is neither dropped nor ended."""
         group = self._group_of.get(sample_id)
         return group is not None and sample_id in group.open_ids
+
+    def tell_turns(self, sample_id: str, rewards: Sequence[float]) -> None:
+        """What the turns of an owned sample earned, before it ends: a group in which they differ has signal."""
+        last = max((turn for turn, reward in enumerate(rewards) if reward), default=-1)
+        self._group_of[sample_id].turn_rewards[sample_id] = tuple(rewards[: last + 1])
 
     def end(
         self,

@@ -21,6 +21,7 @@ from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
 from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
 from turnmill.training.ahead import Ahead
+from turnmill.training.algorithms.advantages import PER_TURN
 from turnmill.training.batcher import BatchBuilder, Closed, Drop
 from turnmill.training.samples import TrainingSample, check_sample, stored_record, trained_ids, training_sample
 from turnmill.training.scoring import GroupScoring
@@ -218,13 +219,20 @@ class Collector:
                 await self._scoring.hold(sample, calls[sample.sample_id])
             else:
                 if sample.reward is not None and not stale:
-                    self._played[sample.sample_id] = (sample, calls[sample.sample_id])
+                    self._keep(sample, calls[sample.sample_id])
                 is_truncated = sample.stop_reason == StopReason.MAX_LENGTH
                 drops += self.builder.end(sample.sample_id, sample.reward, stale=stale, is_truncated=is_truncated)
         await self._drop(drops, tally)
         for sample in ended:
             await self._score(sample, tally)
         await self._let_go(tally)
+
+    def _keep(self, sample: SampleRecord, calls: list[Call]) -> None:
+        """It may be trained."""
+        self._played[sample.sample_id] = (sample, calls)
+        if self._config.advantage_method == PER_TURN and self.builder.owns(sample.sample_id):
+            rewards = [sample.turn_rewards.get(call_id, 0.0) for call_id in sample.calls]
+            self.builder.tell_turns(sample.sample_id, rewards)
 
     async def _score(self, ended: SampleRecord, tally: Tally) -> None:
         """Let the builder decide about a group whose request ended; any other sample is none of it."""
@@ -238,7 +246,7 @@ class Collector:
             self.last_invalid = describe_invalid(scored.failure)
         for sample, calls in scored.members:
             if scored.failure is None:
-                self._played[sample.sample_id] = (sample, calls)
+                self._keep(sample, calls)
                 drops += self.builder.end(
                     sample.sample_id,
                     sample.trained_reward,

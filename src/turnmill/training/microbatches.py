@@ -4,12 +4,12 @@
 
 The plan is a pure function of the rows, so that a recorded batch is always cut in the same way.
 
-Axes: M positions of a pass, N trained tokens.
+Axes: M positions of a pass, N trained tokens of it, K trained tokens of all rows.
 """
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -51,9 +51,19 @@ class MicroBatch:
     tokens_n: Tensor
     sampled_n: Tensor
     temperature_n: Tensor
-    advantages_n: Tensor
+    # Where it is among the trained tokens of all rows, row by row.
+    flat_n: Tensor
     # Of the M positions.
     num_padding: int
+
+    def picked(self, values_k: Tensor | None) -> Tensor | None:
+        """Of something that is known of all trained tokens, what is about those of this pass."""
+        return None if values_k is None else values_k[self.flat_n]
+
+    def only(self, kept_n: Tensor) -> "MicroBatch":
+        """The same pass, with those of its trained tokens where `kept_n` is true."""
+        names = ("index_n", "rows_n", "positions_n", "tokens_n", "sampled_n", "temperature_n", "flat_n")
+        return replace(self, **{name: getattr(self, name)[kept_n] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,12 +215,13 @@ def _packed(bundles: Sequence[Bundle], max_positions: int) -> list[tuple[Bundle,
         num_passes += max(1, num_passes // 16)
 
 
-def collate(rows: Sequence[Row], advantages: Sequence[float], bundles: tuple[Bundle, ...]) -> MicroBatch:
-    """Tensors of a pass; a row's advantage counts for each of its trained tokens."""
+def collate(rows: Sequence[Row], starts: Sequence[int], bundles: tuple[Bundle, ...]) -> MicroBatch:
+    """Tensors of a pass; `starts` says where each row's trained tokens begin among those of all rows."""
     ids: list[int] = []
     where: list[tuple[int, int, int]] = []
     tokens: list[int] = []
-    values: list[tuple[float, float, float]] = []
+    values: list[tuple[float, float]] = []
+    flat: list[int] = []
     num_padding = 0
     for bundle in bundles:
         shared = bundle.num_shared
@@ -224,10 +235,11 @@ def collate(rows: Sequence[Row], advantages: Sequence[float], bundles: tuple[Bun
             start = len(ids) - shared - 1
             where += [(start + t, i, t) for t in trained]
             tokens += [row.token_ids[t] for t in trained]
-            values += [(row.logprobs[t], row.temperatures[t], advantages[i]) for t in trained]
+            values += [(row.logprobs[t], row.temperatures[t]) for t in trained]
+            flat += range(starts[i], starts[i] + len(trained))
             ids += row.token_ids[shared:] + [0] * padding
     index_n, rows_n, positions_n = torch.tensor(where).unbind(1)
-    sampled_n, temperature_n, advantages_n = torch.tensor(values).unbind(1)
+    sampled_n, temperature_n = torch.tensor(values).unbind(1)
     return MicroBatch(
         bundles=bundles,
         ids_m=torch.tensor(ids),
@@ -237,6 +249,6 @@ def collate(rows: Sequence[Row], advantages: Sequence[float], bundles: tuple[Bun
         tokens_n=torch.tensor(tokens),
         sampled_n=sampled_n,
         temperature_n=temperature_n,
-        advantages_n=advantages_n,
+        flat_n=torch.tensor(flat),
         num_padding=num_padding,
     )

@@ -64,6 +64,8 @@ class TrainingSample:
     key: str
     reward: float
     rows: tuple[Row, ...]
+    # The calls that it consumed, in the order in which they were made.
+    call_ids: tuple[str, ...] = ()
     # What single calls are worth, by call id.
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
     # It ended because it filled `max_length`.
@@ -132,6 +134,7 @@ def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSamp
         key=sample.key,
         reward=reward,
         rows=rows,
+        call_ids=sample.calls,
         turn_rewards=sample.turn_rewards,
         is_overlong=sample.stop_reason == StopReason.MAX_LENGTH,
         report_digest=sample.report_digest,

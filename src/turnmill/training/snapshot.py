@@ -3,8 +3,9 @@
     save: trainer -> Hugging Face folder, or that of an adapter + trainer.safetensors
     restore: folder -> checked against the manifest's digests -> trainer
 
-`trainer.safetensors` holds `optimizer/<parameter>/<state>` and `random/torch`. The rest follows from the number of
-steps (learning rate) and from the records of the batches (data position).
+`trainer.safetensors` holds `optimizer/<parameter>/<state>`, `random/torch` and, where it is not the base model any
+more, `reference/<parameter>`: the weights of the last step at which the reference of the KL term was renewed. The rest
+follows from the number of steps (learning rate) and from the records of the batches (data position).
 """
 
 from pathlib import Path
@@ -21,15 +22,18 @@ from turnmill.training.optimizer import set_learning_rate
 from turnmill.training.trainer import Trainer
 
 STATE_FILE = "trainer.safetensors"
-_OPTIMIZER, _RANDOM = "optimizer", "random/torch"
+_OPTIMIZER, _RANDOM, _REFERENCE = "optimizer", "random/torch", "reference"
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Optimizer and random state by name."""
+    """Optimizer, random state and renewed reference by name."""
     tensors = {_RANDOM: torch.get_rng_state()}
     for name, parameter in trainer.policy.named_trained():
         for key, value in trainer.optimizer.state[parameter].items():
             tensors[f"{_OPTIMIZER}/{name}/{key}"] = value.detach().contiguous()
+    if trainer.is_renewed_at(trainer.num_steps):
+        for name, parameter in trainer.named_reference():
+            tensors[f"{_REFERENCE}/{name}"] = parameter.detach().contiguous()
     return tensors
 
 
@@ -61,6 +65,7 @@ def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
     ):
         if expected != found:
             raise RecordCorrupt(f"checkpoint {folder} was altered: its {what} are {found}, recorded was {expected}")
+    reference = _reference_of(trainer, folder, manifest, tensors)
     names = {parameter: name for name, parameter in policy.named_trained()}
     state = trainer.optimizer.state_dict()
     state["state"] = {}
@@ -71,7 +76,23 @@ def restore(trainer: Trainer, folder: Path, manifest: Manifest) -> None:
         if values:
             state["state"][index] = {key: value.clone() for key, value in values.items()}
     policy.replace(saved)
+    with torch.no_grad():
+        for parameter, value in reference:
+            parameter.copy_(value)
     trainer.optimizer.load_state_dict(state)
     set_learning_rate(trainer.optimizer, trainer.config, manifest.step)
     torch.set_rng_state(tensors[_RANDOM])
     trainer.num_steps = manifest.step
+
+
+def _reference_of(
+    trainer: Trainer, folder: Path, manifest: Manifest, tensors: dict[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of the reference with their saved values; none while it is the base model."""
+    if not trainer.is_renewed_at(manifest.step):
+        return []
+    named = {f"{_REFERENCE}/{name}": parameter for name, parameter in trainer.named_reference()}
+    missing = sorted(named.keys() - tensors.keys())
+    if missing:
+        raise RecordCorrupt(f"checkpoint {folder}: {STATE_FILE} lacks the renewed reference: {missing[:3]}")
+    return [(parameter, tensors[name]) for name, parameter in named.items()]

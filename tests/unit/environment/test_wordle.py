@@ -121,6 +121,16 @@ async def test_an_invalid_guess_is_told_so_and_uses_up_a_turn(text: str) -> None
     assert result.reward == 1.0
 
 
+async def test_a_turn_is_worth_what_its_guess_has_right_beyond_those_before() -> None:
+    said = ["pious", "caner", "nonsense!", "crabs", "caner", "crane"]
+    messages = [{"role": "user", "content": PROMPT}]
+    for guess in said:
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": "marks"}]
+    task = Task(id="t", metadata={"prompt": PROMPT, "answer": "crane"})
+    score = await Wordle().score(task, messages)
+    assert score.turn_rewards == pytest.approx([0.0, 0.2, 0.0, 0.4, 0.0, 0.4])
+
+
 async def test_garbage_earns_zero_after_six_turns() -> None:
     result, _ = await game(itertools.repeat("I do not know"))
 

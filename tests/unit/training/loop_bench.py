@@ -201,7 +201,12 @@ class CountingTrainer(Trainer):
         self.threads: list[int] = []
 
     def accumulate(
-        self, groups: Sequence[Sequence[TrainingSample]], threads: int, *, after: Callable[[], None] = lambda: None
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        threads: int,
+        *,
+        version: str | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         self.threads.append(threads)
-        super().accumulate(groups, threads, after=after)
+        super().accumulate(groups, threads, version=version, after=after)

@@ -25,7 +25,12 @@ class Recorder(Trainer):
         self.taken: list[tuple[str, int]] = []
 
     def accumulate(
-        self, groups: Sequence[Sequence[TrainingSample]], threads: int, *, after: Callable[[], None] = lambda: None
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        threads: int,
+        *,
+        version: str | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         keys = [group[0].key for group in groups]
         self.begun += keys
@@ -161,3 +166,18 @@ async def test_all_cores_are_those_that_the_process_may_use(tiny_model: Path, sm
     ahead.complete([group("a")], is_alone=True)
     await ahead.wait()
     assert trainer.taken == [("a", len(os.sched_getaffinity(0)))]
+
+
+async def test_where_gradients_take_the_whole_batch_nothing_is_begun_before_it_is_complete(
+    tiny_model: Path, small_config: Config
+) -> None:
+    trainer = Recorder(tiny_model, replace(small_config, trainer_threads=4, ppo_minibatches=2))
+    trainer.may_go.set()
+    ahead = Ahead(trainer, trainer.config)
+    ahead.offer([group("a")])
+    ahead.offer([group("b")])
+    await asyncio.sleep(0.01)
+    assert ahead.num_begun == 0 and trainer.taken == []
+    assert ahead.complete([group("c")], is_alone=True) == (3,)
+    await ahead.wait()
+    assert trainer.taken == [("a", 4), ("b", 4), ("c", 4)]

@@ -129,6 +129,24 @@ def test_a_group_without_signal_is_dropped_and_the_next_task_takes_its_place(tab
     assert {s for s, reason in table.fate.items() if reason is DropReason.NO_SIGNAL} == {f"t0_{g}" for g in range(4)}
 
 
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([(), (0.0,), (0.0, 0.0), ()], DropReason.NO_SIGNAL),
+        ([(0.0, 1.0), (0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0)], DropReason.NO_SIGNAL),
+        ([(0.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 1.0)], None),
+    ],
+)
+def test_rewards_of_turns_that_differ_are_signal_too(
+    table: Table, turns: list[tuple[float, ...]], expected: DropReason | None
+) -> None:
+    first = table.request()[:4]
+    for sample_id, rewards in zip(first, turns, strict=True):
+        table.builder.tell_turns(sample_id, rewards)
+        table.end(sample_id, 0.5)
+    assert {table.fate.get(sample_id) for sample_id in first} == {expected}
+
+
 def test_an_invalid_sample_is_replaced_in_its_group(table: Table) -> None:
     closed = table.play(lambda task, g: None if (task, g) == ("t0", 1) else first_of_four(task, g))
     assert closed.groups[0] == ("t0_0", "t0_2", "t0_3", "t0_4")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from turnmill.training.bundles import Bundle
 from turnmill.training.microbatches import MAX_PADDING, collate, plan
@@ -169,7 +170,7 @@ def test_passes_come_out_even_in_number_and_size(num_rows: int, expected: int) -
 def test_a_token_is_predicted_at_the_position_before_it_wherever_that_lies() -> None:
     rows = [make_row(33, prompt=range(30)), make_row(35, prompt=range(30)), make_row(4)]
     shared = Bundle(rows=(1, 0), num_shared=29, width=6)
-    batch = collate(rows, [1.0, -1.0, 0.5], (shared, Bundle(rows=(2,), num_shared=0, width=4)))
+    batch = collate(rows, [0, 3, 8], (shared, Bundle(rows=(2,), num_shared=0, width=4)))
     expected = [
         *range(29),
         *[29, 100, 101, 102, 103, 104],
@@ -181,6 +182,9 @@ def test_a_token_is_predicted_at_the_position_before_it_wherever_that_lies() -> 
     assert batch.rows_n.tolist() == [1] * 5 + [0] * 3 + [2] * 3
     assert batch.positions_n.tolist() == [30, 31, 32, 33, 34, 30, 31, 32, 1, 2, 3]
     assert batch.tokens_n.tolist() == [100, 101, 102, 103, 104, 100, 101, 102, 101, 102, 103]
-    assert batch.advantages_n.tolist() == [-1.0] * 5 + [1.0] * 3 + [0.5] * 3
+    assert batch.flat_n.tolist() == [3, 4, 5, 6, 7, 0, 1, 2, 8, 9, 10]
+    some = batch.only(batch.rows_n == 0)
+    assert some.tokens_n.tolist() == [100, 101, 102] and some.flat_n.tolist() == [0, 1, 2]
+    assert torch.equal(some.ids_m, batch.ids_m)
     assert batch.num_padding == 2
     assert shared.places().tolist() == [*range(29), *range(29, 35), *range(29, 35)]

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def pass_of(ids_bt: torch.Tensor, rows_n: torch.Tensor, positions_n: torch.Tenso
         tokens_n=nothing_n.long(),
         sampled_n=nothing_n,
         temperature_n=nothing_n + 1,
-        advantages_n=nothing_n,
+        flat_n=torch.arange(len(rows_n)),
         num_padding=0,
     )
 
@@ -372,12 +373,11 @@ def shared_and_whole(rows: Sequence[Row]) -> tuple[MicroBatch, list[MicroBatch]]
         Bundle(rows=tuple(alike), num_shared=num_shared, width=width),
         Bundle(rows=(last,), num_shared=0, width=len(rows[last].token_ids)),
     )
-    advantages = [float(i + 1) for i in range(len(rows))]
+    starts = [0, *accumulate(row.num_trained for row in rows)]
     each = [
-        collate(rows, advantages, (Bundle(rows=(i,), num_shared=0, width=len(rows[i].token_ids)),))
-        for i in (*alike, last)
+        collate(rows, starts, (Bundle(rows=(i,), num_shared=0, width=len(rows[i].token_ids)),)) for i in (*alike, last)
     ]
-    return collate(rows, advantages, bundles), each
+    return collate(rows, starts, bundles), each
 
 
 def rows_with_a_common_prompt(vocab_size: int) -> list[Row]:
@@ -427,7 +427,7 @@ def test_a_shared_prompt_gives_the_logits_and_the_gradients_of_whole_rows(kind: 
 
     def loss_of(logits_nv: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         log_p_nv = torch.log_softmax(logits_nv, dim=-1)
-        return (log_p_nv.gather(1, batch.tokens_n[:, None])[:, 0] * batch.advantages_n).sum()
+        return (log_p_nv.gather(1, batch.tokens_n[:, None])[:, 0] * (batch.rows_n + 1)).sum()
 
     mine_nv = policy.logits(shared)
     whole = [plain(input_ids=batch.ids_m[None]).logits[0, batch.index_n] for batch in each]
@@ -460,7 +460,7 @@ def test_a_model_with_an_attention_of_its_own_gets_whole_rows() -> None:
     policy = Policy(eager)
     assert not policy.is_sharing
     rows = rows_with_a_common_prompt(64)
-    batch = collate(rows, [1.0] * 4, (Bundle(rows=(2, 0, 1, 3), num_shared=0, width=17),))
+    batch = collate(rows, [0] * 4, (Bundle(rows=(2, 0, 1, 3), num_shared=0, width=17),))
     plain = [eager(input_ids=torch.tensor([rows[i].token_ids])).logits[0] for i in range(4)]
     expected_nv = torch.stack([plain[i][t - 1] for i, t in zip(batch.rows_n, batch.positions_n, strict=True)])
     torch.testing.assert_close(policy.logits(batch), expected_nv, rtol=1e-5, atol=1e-5)
