@@ -10,7 +10,8 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install demo demo-aws check format test test-aws test-control-plane test-agents test-examples verify faults bench bench-peers docs clean
+.PHONY: install demo demo-aws check format test test-aws test-control-plane test-agents test-examples test-training learning verify \
+  faults bench bench-peers docs clean
 
 install: $(VENV)/.installed
 
@@ -78,11 +79,31 @@ test-agents: $(VENV)/.agents test-examples
 test-examples: install
 	$(foreach folder,$(wildcard custom-environments/*/tests),$(BIN)/pytest $(folder) && )true
 
+# What the training engine promises: every algorithm against NumPy, adapters, staleness, replicas, evaluations, the gate,
+# rescoring, unread parameters; then what each variant learns, and rollouts beside steps. `make verify` runs all of it too.
+TRAINING_TESTS := tests/unit/training tests/unit/test_evaluation.py tests/unit/test_evaluation_records.py \
+  tests/unit/test_evaluation_statistics.py tests/unit/pipeline/test_promotion.py tests/unit/config/test_config_reads.py \
+  tests/unit/conversation/test_evaluation_sampling.py tests/unit/conversation/test_moved_calls.py \
+  tests/unit/conversation/test_replayed.py tests/unit/conversation/test_routing.py \
+  tests/unit/generation/test_engine_adapters.py tests/unit/generation/test_proved_weights.py \
+  tests/unit/wiring/test_rescoring.py tests/unit/wiring/test_rescoring_comparison.py tests/e2e/test_async_runs.py \
+  tests/e2e/test_curriculum_runs.py tests/e2e/test_evaluated_runs.py tests/e2e/test_lora_runs.py tests/e2e/test_replicas.py \
+  tests/e2e/test_rescoring_runs.py tests/e2e/test_resume.py
+test-training: install
+	$(BIN)/pytest -n 2 --dist worksteal $(if $(FULL),,-m "not long") $(TRAINING_TESTS) $(TEST_ARGS)
+	$(MAKE) learning
+	$(BIN)/python -m benchmarks.run_all --only async_steps --strict $(if $(FULL),,--quick)
+
+# Three seeds of each variant with FULL=1, one of the default otherwise.
+learning: install
+	$(BIN)/python -m benchmarks.learning_table $(if $(FULL),--seeds 0 1 2,--seeds 0 --variants "group_based + ppo")
+
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
 verify: check $(VENV)/.mlflow $(VENV)/.agents test-examples
 	$(BIN)/pytest -n 2 --dist worksteal $(if $(FULL),,-m "not long")
 	$(if $(FULL),$(MAKE) faults)
+	$(MAKE) learning
 	$(MAKE) bench
 
 # Kills and disturbs real runs, checks what is left of each, and writes docs/results/faults.md.
