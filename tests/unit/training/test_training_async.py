@@ -1,6 +1,7 @@
 """Off policy over real embedded ports: rollouts and steps at the same time, and what is checked of older tokens."""
 
 import asyncio
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -141,8 +142,15 @@ async def test_no_more_is_asked_for_than_slots_and_than_the_run_needs(
     assert len(await bench.samples()) == 32
 
 
-class Pretender(Slow):
-    """From version 1.1 on it keeps the weights that it has, under the new version's name, and says all is well."""
+class Pretender(OneByOne):
+    """From version 1.1 on it keeps the weights that it has, under the new version's name, and says all is well.
+
+    It does so at once, so that what it samples then is for a step that is still far off.
+    """
+
+    async def ended(self) -> list[SampleRecord]:
+        await self.swap()
+        return await super().ended()
 
     async def swap(self) -> None:
         base = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -154,8 +162,10 @@ class Pretender(Slow):
 async def test_old_weights_under_a_new_versions_name_are_caught_in_tokens_that_are_old_when_they_are_trained(
     bench: Bench, tiny_model: Path, builders: Builders
 ) -> None:
-    with pytest.raises(AuditFailed, match=r"disagree over .* tokens.*version 1\.1"):
+    with pytest.raises(AuditFailed, match=r"disagree over .* tokens.*version 1\.") as caught:
         await bench.train(Pretender(bench.ports, tiny_model, builders, first_of_four), max_steps=8)
+    named = re.search(r"version 1\.(\d)", str(caught.value))
+    assert named is not None and int(named[1]) < (await bench.status()).step
     assert (await bench.status()).state == "failed"
 
 
