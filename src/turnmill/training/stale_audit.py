@@ -46,8 +46,8 @@ class StaleAudit:
     def __init__(self, trainer: Trainer, weights: WeightStore) -> None:
         self._trainer = trainer
         self._weights = weights
-        # Loaded when it is needed first.
-        self._policy: Policy | None = None
+        # Made before other threads run passes of the trainer's.
+        self._policy = trainer.policy.frozen_twin()
         # Whose weights it holds.
         self._version = ""
 
@@ -91,8 +91,6 @@ class StaleAudit:
 
     def _loaded(self, version: str, folder: Path, fingerprint: str) -> Policy:
         """The second policy with the weights of `version`, which must be those that the trainer published."""
-        if self._policy is None:
-            self._policy = Policy.load(self._trainer.base_model)
         if self._version == version:
             return self._policy
         self._version = ""

@@ -75,7 +75,8 @@ class Stepper:
         # Optimizer steps made, and the version that holds them.
         self.step = 0
         self.version = BASE_VERSION
-        self._audit = StaleAudit(trainer, ports.weights)
+        # On policy all tokens are of the current version.
+        self._audit = StaleAudit(trainer, ports.weights) if trainer.config.is_async else None
         # Versions of the last steps: those that tokens of the next batch may be of, and the one before the current one,
         # which a replica may be loading.
         self._kept: deque[Version] = deque([BASE_VERSION], maxlen=max(2, trainer.config.max_staleness + 1))
@@ -232,7 +233,7 @@ class Stepper:
         """Audit and step. Tokens of older versions are audited beside the gradients, and before the update."""
         await self._check_replicas(groups, is_vouched=is_vouched)
         stale = StaleTokens()
-        if self.trainer.config.is_async:
+        if self._audit is not None:
             stale = await self._audit.check(groups, self.version, self.fingerprints, may_be_gone=not is_vouched)
         if gradients is None:
             version = str(self.version) if self.trainer.config.is_async else None

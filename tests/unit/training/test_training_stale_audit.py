@@ -18,9 +18,16 @@ from turnmill.training.trainer import Trainer
 OLD, NEW = Version(incarnation=1, n=1), Version(incarnation=1, n=2)
 
 
-@pytest.fixture
-def trainer(trainer_of: Callable[[Config], Trainer], small_config: Config) -> Trainer:
-    return trainer_of(replace(small_config, rollout_strategy="off_policy_async"))
+@pytest.fixture(params=["RFT_MULTITURN_FULL", "RFT_MULTITURN_LORA"])
+def trainer(request: pytest.FixtureRequest, trainer_of: Callable[[Config], Trainer], small_config: Config) -> Trainer:
+    """Its weights are not those of the base model any more."""
+    made = trainer_of(
+        replace(small_config, rollout_strategy="off_policy_async", training_method=request.param, lora_rank=2)
+    )
+    with torch.no_grad():
+        for parameter in made.policy.parameters():
+            parameter.add_(0.01)
+    return made
 
 
 @pytest.fixture
