@@ -66,16 +66,8 @@ class TokenAudit:
     def mean(self) -> float:
         return self._sum / max(1, self.num_tokens)
 
-    def add(self, rows: Sequence[Row], batch: MicroBatch, logprobs_n: Tensor, *, version: str | None = None) -> None:
-        """Count the tokens of a micro-batch of `rows`; `logprobs_n` are the trainer's. With `version`, those alone."""
-        if version is not None:
-            kept = [
-                rows[row].span_at(position).version == version
-                for row, position in zip(batch.rows_n.tolist(), batch.positions_n.tolist(), strict=True)
-            ]
-            if not any(kept):
-                return
-            batch, logprobs_n = batch.only(torch.tensor(kept)), logprobs_n[torch.tensor(kept)]
+    def add(self, rows: Sequence[Row], batch: MicroBatch, logprobs_n: Tensor) -> None:
+        """Count the tokens of a micro-batch of `rows`; `logprobs_n` are the trainer's."""
         delta_n = (logprobs_n - batch.sampled_n).abs().double() * batch.temperature_n.clamp(max=1.0)
         # A log-prob that is no number is the worst there is.
         delta_n = torch.where(delta_n.isnan(), torch.inf, delta_n)

@@ -18,12 +18,13 @@ import torch
 from turnmill.errors import AuditFailed, NotFound
 from turnmill.ports import WeightStore
 from turnmill.records import Version
+from turnmill.training.algorithms.logprobs import token_logprobs
 from turnmill.training.audit import TokenAudit
-from turnmill.training.grpo import token_logprobs
 from turnmill.training.microbatches import collate, plan
+from turnmill.training.passes import one_thread
 from turnmill.training.policy import Policy
 from turnmill.training.samples import Row, TrainingSample
-from turnmill.training.trainer import StepResult, Trainer, one_thread
+from turnmill.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 

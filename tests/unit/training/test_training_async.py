@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -327,3 +328,23 @@ async def test_a_batch_that_was_recorded_and_not_applied_is_applied_with_its_old
     members = [sample for sample in await bench.samples() if sample.step == 4]
     assert max(ages_of(bench, members)) > 0
     assert (await bench.ports.metrics.read(RUN_ID))[3].values["audit_max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ppo_epochs": 2, "ppo_minibatches": 2},
+        {"advantage_method": "reinforce_pp_baseline"},
+        {"loss_fn": "gspo", "mismatch_correction": "token_truncate"},
+    ],
+    ids=lambda changes: ", ".join(f"{name}={value}" for name, value in changes.items()),
+)
+async def test_older_tokens_are_audited_where_gradients_wait_for_the_whole_batch(
+    bench: Bench, tiny_model: Path, builders: Builders, changes: dict[str, Any]
+) -> None:
+    bench.config = replace(bench.config, **changes)
+    bench.trainer = Trainer(tiny_model, bench.config)
+    await bench.train(Slow(bench.ports, tiny_model, builders, first_of_four))
+    assert 0 < max(ages_of(bench, await bench.samples())) <= 2
+    for metric in await bench.ports.metrics.read(RUN_ID):
+        assert metric.values["audit_max"] < 1e-4
