@@ -65,11 +65,13 @@ class FullTurns(Wordle):
 
     `spelled` is the form for a model that spells and need not know what a word is: a reply counts as its first five
     characters, filled up with dots, and its marks alone are told, so that what is observed is always equally long.
+    With `pause_s`, each turn takes so many seconds beside the model's.
     """
 
-    def __init__(self, *, max_turns: int = 6, spelled: bool = False) -> None:
+    def __init__(self, *, max_turns: int = 6, spelled: bool = False, pause_s: float = 0.0) -> None:
         super().__init__(max_turns=max_turns)
         self.spelled = spelled
+        self.pause_s = pause_s
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
         answer = answer_of(task)
@@ -77,6 +79,8 @@ class FullTurns(Wordle):
         for turn in range(self.max_turns):
             reply = await chat.complete(messages)
             messages.append(reply.message)
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
             if turn + 1 < self.max_turns:
                 messages.append({"role": "user", "content": self._told(self._guess(reply.content), answer)})
         return Outcome(stop_reason=StopReason.MAX_TURNS)
@@ -224,7 +228,8 @@ async def _control(root: Path, config: Config, data: Path | None) -> None:
     try:
         record = await RunRecord.create(runs, run)
         if data is not None:
-            result = {"data": {"digest": (await asyncio.to_thread(validate, data)).digest}}
+            digest = (await asyncio.to_thread(validate, data)).digest
+            result = {"data": {"path": str(data), "digest": digest}}
             await record.stage(StageRecord(name="ValidateData", state="done", started_at=time.time(), result=result))
         async with _proxy(root, run, config, token) as (ports, worker_env):
             threads = {name: str(config.torch_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

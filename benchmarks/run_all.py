@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import QUIET_ENV, ROOT, busy, load, machine
 
-NAMES = ("routing", "engine", "training", "queues", "memory", "end_to_end_trl", "aws_clients")
+NAMES = ("routing", "engine", "training", "async_steps", "queues", "memory", "end_to_end_trl", "aws_clients")
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 # A run of one benchmark that takes longer hangs.

@@ -10,7 +10,7 @@ from turnmill import assets
 from turnmill.config import from_dict
 from turnmill.pipeline.engine import load_run
 from turnmill.records import Batch, BatchState, SampleRecord, SampleState
-from turnmill.training.collector import load_calls
+from turnmill.training.played import load_calls
 from turnmill.training.samples import TrainingSample, rows_of
 from turnmill.training.trainer import Trainer
 from turnmill.wiring.backend import backend_of
@@ -52,6 +52,7 @@ async def _digests(root: Path, run_id: str, samples: list[SampleRecord], batches
         trainer = Trainer(assets.model_folder(config.base_model), config)
         by_id = {sample.sample_id: sample for sample in samples}
         digests = []
+        version = "0.0"
         for batch in batches:
             groups = []
             for group in batch.groups:
@@ -63,7 +64,10 @@ async def _digests(root: Path, run_id: str, samples: list[SampleRecord], batches
                         for s, of_sample in zip(members, calls, strict=True)
                     ]
                 )
-            await asyncio.to_thread(trainer.step, groups, batch.parts)
+            # Off policy, those tokens alone that these weights sampled are audited here.
+            audited = version if config.is_async else None
+            await asyncio.to_thread(trainer.step, groups, batch.parts, version=audited)
+            version = str(batch.version)
             digests.append(trainer.fingerprint())
         return digests
     finally:

@@ -13,7 +13,7 @@ from turnmill.conversation.leases import Lease
 from turnmill.conversation.reports import parse_report
 from turnmill.generation.renderer import Renderer
 from turnmill.records import Call, encode
-from turnmill.training.collector import load_calls
+from turnmill.training.played import load_calls
 from turnmill.training.samples import rows_of
 
 CHOICES_CONFIG = replace(CONFIG, max_length=300, max_new_tokens=4, max_steps=2, max_refill_rounds=20)

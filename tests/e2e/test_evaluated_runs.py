@@ -14,8 +14,8 @@ from tests.e2e.processes import Running, start_run
 from turnmill import assets
 from turnmill.backends.embedded import open_run
 from turnmill.records import AlertKind, Call, Metric, Purpose, SampleRecord, SampleState, decode, sample_prefix
-from turnmill.training.collector import load_calls
 from turnmill.training.history import scan_all
+from turnmill.training.played import load_calls
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
 from turnmill.wiring.watching.alarms import look_at_alerts

@@ -15,7 +15,7 @@ from turnmill.conversation.leases import Lease
 from turnmill.conversation.reports import parse_report
 from turnmill.generation.renderer import Renderer
 from turnmill.records import encode
-from turnmill.training.collector import load_calls
+from turnmill.training.played import load_calls
 from turnmill.training.samples import rows_of
 
 TOOL_CONFIG = replace(CONFIG, max_length=1500, max_new_tokens=12, max_refill_rounds=20, client_sampling="record")

@@ -12,7 +12,7 @@ from tests.e2e.one_go import in_one_go
 from turnmill.environment.base import Chat, Environment, Outcome, opening_messages
 from turnmill.generation.renderer import Renderer
 from turnmill.records import Call, Task
-from turnmill.training.collector import load_calls
+from turnmill.training.played import load_calls
 from turnmill.training.samples import rows_of
 
 # Per sample: three turns, one for each way to change what was said, and two sub-agents of two turns each.

@@ -80,6 +80,7 @@ def pace_of(runs: Sequence[tuple[Mapping[str, object], Sequence[Metric]]]) -> Pa
             trained += values["num_trained"]
             tokens += generated * values.get("response_length_mean", 0.0)
             seconds += sum(values.get(name, 0.0) for name in ("generate_s", "train_s", "publish_s"))
+            seconds -= values.get("overlap_s", 0.0)
     if not tokens:
         return None
     return Pace(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from turnmill.cli.show import at_root, choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
-from turnmill.records import Call, Purpose, SampleRecord, SampleState
+from turnmill.records import Call, Purpose, SampleRecord, SampleState, Version
 from turnmill.wiring.reading.conversations import Conversation, read_conversations, read_samples, summary_of
 from turnmill.wiring.reading.runs import look_at_runs
 
@@ -114,12 +114,22 @@ def _show(conversation: Conversation, *, as_json: bool) -> None:
         return
     console, sample = PlainConsole(), conversation.sample
     say(console, Text.assemble(("rollout ", "dim"), (_plain(sample.sample_id), "bold"), f" {sample.purpose.value}"))
-    say(console, " · ".join(filter(None, (sample.state.value, _worth(sample), _plain(_end(sample))))))
+    say(console, " · ".join(filter(None, (sample.state.value, _worth(sample), _plain(_end(sample)), _weights(sample)))))
     for call, is_next in conversation.branches():
         for text in _lines(conversation, call, is_next=is_next):
             say(console, text)
     if not conversation.calls:
         say(console, Text("nothing was said", style="dim"))
+
+
+def _weights(sample: SampleRecord) -> str:
+    """Which versions sampled what is trained, and how many steps before."""
+    if sample.step is None or sample.versions is None:
+        return ""
+    oldest, newest = sample.versions
+    age = sample.step - 1 - Version.parse(oldest).n
+    span = oldest if oldest == newest else f"{oldest} to {newest}"
+    return f"step {sample.step}, weights {span}" + (f", {age} step{'s' if age > 1 else ''} old" if age else "")
 
 
 def _worth(sample: SampleRecord) -> str:

@@ -166,6 +166,8 @@ class SampleRecord:
     is_told: bool = False
     # Optimizer step that it is batched in.
     step: int | None = None
+    # Oldest and newest version that sampled a token which that step trains; None: it is in none, or has no such token.
+    versions: tuple[str, str] | None = None
     # Digest over identity, attempt, reward, metrics, calls and `turn_rewards`, written with REPORTED, and anew with
     # `group_reward`.
     report_digest: str | None = None

@@ -32,6 +32,8 @@ class Ahead:
         self._trainer = trainer
         self._threads = config.torch_threads
         self._threads_alone = threads_alone(config)
+        # Of the trainer's weights, whose tokens alone are audited here; None: all are.
+        self.version: str | None = None
         self._waiting: list[Group] = []
         self._parts: list[int] = []
         self._task: asyncio.Task[None] | None = None
@@ -87,7 +89,7 @@ class Ahead:
                 part.append(self._waiting.pop(0))
                 num_positions += sum(len(row.token_ids) for sample in part[-1] for row in sample.rows)
             self._parts.append(len(part))
-            await asyncio.to_thread(self._trainer.accumulate, part, self._threads)
+            await asyncio.to_thread(self._trainer.accumulate, part, self._threads, version=self.version)
 
     async def _work_off(self, before: asyncio.Task[None] | None, rest: Sequence[Group], threads: int) -> None:
         # What the groups before end with.
@@ -97,7 +99,7 @@ class Ahead:
         else:
             before.add_done_callback(partial(_hand_over, added))
         try:
-            await asyncio.to_thread(self._trainer.accumulate, rest, threads, after=added.result)
+            await asyncio.to_thread(self._trainer.accumulate, rest, threads, version=self.version, after=added.result)
         finally:
             if before is not None:
                 # Whatever the rest ended with: nothing is being added any more.

@@ -10,13 +10,15 @@ decided, so a short conversation is never favoured. Everything else follows from
   played well, but no batch has a place for an incomplete group.
 - A group whose rewards are all equal (those of single turns too, where they are compared) has no signal: it is dropped
   and the next task in data order takes its place, at most `max_refill_rounds` times the groups of a batch.
-- At most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be needed,
-  as many as the share of groups with signal so far lets expect. (Drawing fewer or more than expected was slower in
-  simulations of easy, mixed and hard tasks: the former waits longer, the latter plays more surplus.)
+- On policy, at most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be
+  needed, as many as the share of groups with signal so far lets expect. (Drawing fewer or more than expected was slower
+  in simulations of easy, mixed and hard tasks: the former waits longer, the latter plays more surplus.)
 - When the batch closes, every played sample outside it is dropped as surplus. Those still being played are leaving:
   they are dropped when they end, so that the numbers of a step cover everything generated in it, long conversations
   included. The next batch goes on in data order right after the last group taken: a surplus task is drawn again and
   every task is either trained or decided to have no signal. (A curriculum may pass over tasks: see `task_order`.)
+- Off policy the groups drawn beyond a batch that closes are the head of the next one, and nothing is surplus but what
+  belongs to abandoned groups. How far beyond it they are drawn is bounded by a budget of slots: see `slots`.
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from enum import Enum, auto
 
 from turnmill.config import Config
 from turnmill.records import DropReason, Progress, Task
+from turnmill.training.slots import latest_steps
 from turnmill.training.task_order import order_of
 from turnmill.training.task_statistics import TaskTable, outcome_of
 from turnmill.training.useless import UselessGroups
@@ -59,6 +62,8 @@ class Drop:
 class Closed:
     """The end of a batch."""
 
+    # Optimizer step that it makes.
+    step: int
     # Sample ids group by group, in the order in which they were drawn; empty when no group had signal.
     groups: tuple[tuple[str, ...], ...]
     drops: tuple[Drop, ...]
@@ -117,12 +122,14 @@ class BatchBuilder:
         *,
         prefix: str,
         progress: Progress = _BEGINNING,
+        step: int = 1,
         table: TaskTable | None = None,
     ) -> None:
-        """`prefix` makes group ids unique over the trainers of a run; `progress` and `table` are where to begin."""
+        """`prefix` makes group ids unique over the trainers of a run; the others are where to begin."""
         self._size = config.number_generation
         self._groups_wanted = config.groups_per_batch
-        self._num_slots = config.global_batch_size
+        self._is_async = config.is_async
+        self._num_slots = config.global_batch_size * (config.max_staleness + 1)
         self._max_groups = self._groups_wanted * (1 + config.max_refill_rounds)
         self._threshold = config.success_threshold
         self._table = table or TaskTable()
@@ -130,6 +137,10 @@ class BatchBuilder:
         self.useless = UselessGroups(config)
         self._prefix = prefix
         self._num_drawn = 0
+        # Optimizer step that the batch being collected makes.
+        self.step = step
+        # Off policy: the last step that groups are drawn for.
+        self._horizon = step - 1
         # Position in the data from which the batch being collected draws: right behind the last group taken.
         self.position = progress.position
         self._groups: list[_Group] = []
@@ -192,10 +203,47 @@ class BatchBuilder:
         self._num_drawn += 1
 
     def _wants_group(self) -> bool:
-        """Whether the groups drawn so far are likely to fall short of a batch."""
+        """Off policy, whether there are slots for one; on policy, whether those drawn are likely to fall short."""
+        if self._is_async:
+            return self._latest_steps()[-1] <= self._horizon
         num_signal = sum(group.state is _State.SIGNAL for group in self._groups)
         expected = sum(self._chance(group) for group in self._groups if group.state is _State.UNDECIDED)
         return len(self._groups) < self._max_groups and num_signal + expected < self._groups_wanted
+
+    # ------------------------------------------------------------ which step
+
+    @property
+    def group_ids(self) -> set[str]:
+        """Groups that were drawn and are in no batch yet."""
+        return {group.group_id for group in self._groups}
+
+    @property
+    def horizon(self) -> int:
+        """The last step that groups are drawn for, off policy."""
+        return self._horizon
+
+    def extend(self, horizon: int) -> None:
+        """Slots came back: groups may be drawn up to step `horizon`. It never shrinks: what is drawn is drawn."""
+        self._horizon = max(self._horizon, horizon)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Off policy: the next group has no slots yet."""
+        return self._is_async and self._latest_steps()[-1] > self._horizon
+
+    def latest_step(self, sample_id: str) -> int:
+        """The last step that can be made with an owned sample."""
+        group_id = self._group_of[sample_id].group_id
+        steps = zip(self._latest_steps(), self._groups, strict=False)
+        return next(step for step, group in steps if group.group_id == group_id)
+
+    def _latest_steps(self) -> list[int]:
+        """Of each group, and of the one to be drawn next, the last step that it can be in."""
+        if not self._is_async:
+            # A batch that closes leaves none behind.
+            return [self.step] * (len(self._groups) + 1)
+        may_have_signal = [group.state in (_State.UNDECIDED, _State.SIGNAL) for group in self._groups]
+        return latest_steps(may_have_signal, step=self.step, wanted=self._groups_wanted, most=self._max_groups)
 
     def _chance(self, group: _Group) -> float:
         """Chance that an undecided group has signal; certain once two rewards differ, fading while all are equal."""
@@ -294,19 +342,19 @@ class BatchBuilder:
     def _num_considered(self) -> int | None:
         """How many groups, in order, it takes to decide the batch; None while it is open."""
         num_signal = 0
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self._groups[: self._max_groups]):
             if group.state is _State.UNDECIDED:
                 return None
             num_signal += group.state is _State.SIGNAL
             if num_signal == self._groups_wanted:
                 return index + 1
-        return len(self._groups) if len(self._groups) == self._max_groups else None
+        return self._max_groups if len(self._groups) >= self._max_groups else None
 
     @property
     def certain(self) -> list[tuple[str, ...]]:
         """The groups that will be in the batch whatever comes: with signal, and all drawn before them decided."""
         found: list[tuple[str, ...]] = []
-        for group in self._groups:
+        for group in self._groups[: self._max_groups]:
             if group.state is _State.UNDECIDED or len(found) == self._groups_wanted:
                 break
             if group.state is _State.SIGNAL:
@@ -314,19 +362,21 @@ class BatchBuilder:
         return found
 
     def close(self) -> Closed:
-        """Take the batch and begin the next one."""
+        """Take the batch and begin the next one; off policy, with the groups that were drawn beyond it."""
         num_considered = self._num_considered()
         if num_considered is None:
             raise RuntimeError("the batch is still open")
         considered, rest = self._groups[:num_considered], self._groups[num_considered:]
+        given_up, self._groups = ([], rest) if self._is_async else (rest, [])
         closed = Closed(
+            step=self.step,
             groups=tuple(group.valid_ids for group in considered if group.state is _State.SIGNAL),
-            drops=tuple(drop for group in rest for drop in self._give_up(group, DropReason.SURPLUS)),
+            drops=tuple(drop for group in given_up for drop in self._give_up(group, DropReason.SURPLUS)),
         )
         self.position = considered[-1].position + 1
+        self.step += bool(closed.groups)
+        self._group_of = {i: self._group_of[i] for group in self._groups for i in group.sample_ids}
         self._table.close(has_batch=bool(closed.groups))
-        self._groups = []
-        self._group_of = {}
         return closed
 
     def cancel(self, reason: DropReason = DropReason.CANCELLED) -> list[Drop]:

@@ -1,67 +1,47 @@
-"""Plays until a batch is decided.
+"""Plays rollouts and cuts them into batches.
 
     builder.draw -> rollouts.request -> rollouts.ended -> read calls -> builder.end -> rollouts.drop -> ... -> Collected
                                             builder.certain -> ahead: gradients meanwhile
-        -> drain: what is still being played ends and is counted, beside the optimizer step
 
-Consumes ended samples; waits for the next one, for `stop` or for the failure of what is done beside; unblocked by the
-rollout source; produces one closed batch, its samples as they are trained, and the tally of everything played for it.
+| task | consumes | waits for | unblocked by | produces |
+|---|---|---|---|---|
+| pump | slots, ended samples | the next end | rollouts, `go_on`, `stop` | closed batches, drops, the tally |
+
+On policy the pump asks for nothing between the end of a batch and `go_on`, which says that the replicas are pointed to
+the weights that the batch made; what is still being played then ends and is counted, beside the optimizer step. Off
+policy it goes on all the time, as far as there are slots: what steps made and replicas serve meanwhile gives them back.
+
+The gradients of a batch are made ahead with the weights that will make its step: from `update_made` of the step before
+on, never across an update.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from turnmill.budget import Allowance
 from turnmill.config import Config
-from turnmill.errors import RecordCorrupt
-from turnmill.ports import RecordStore, Stored
-from turnmill.records import Call, DropReason, SampleRecord, StopReason, Task, Version, call_key
+from turnmill.ports import RecordStore
+from turnmill.records import Call, DropReason, SampleRecord
 from turnmill.training.ahead import Ahead
 from turnmill.training.algorithms.advantages import PER_TURN
-from turnmill.training.batcher import BatchBuilder, Closed, Drop
-from turnmill.training.samples import TrainingSample, check_sample, stored_record, trained_ids, training_sample
+from turnmill.training.batcher import BatchBuilder, Drop
+from turnmill.training.collected import Collected, RolloutSource
+from turnmill.training.played import is_truncated, load_calls, oldest_version, rollout_of
+from turnmill.training.samples import TrainingSample, check_sample, training_sample
 from turnmill.training.scoring import GroupScoring
-from turnmill.training.tally import Rollout, Tally, describe_invalid
+from turnmill.training.served import Served
+from turnmill.training.tally import Tally, describe_invalid
 
 logger = logging.getLogger(__name__)
-# Records read at once.
-_PAGE = 500
-
-
-class RolloutSource(Protocol):
-    """The slice of the scheduler that training uses; started and closed by its owner."""
-
-    async def request(self, wanted: Sequence[tuple[Task, str]]) -> list[str]:
-        """Have a sample played for each (task, group id); the new sample ids, in order."""
-        ...
-
-    async def ended(self) -> list[SampleRecord]:
-        """Wait for requested samples that are REPORTED or INVALID and were not returned yet; at least one."""
-        ...
-
-    async def drop(self, sample_ids: Sequence[str], reason: DropReason) -> None:
-        """Write DROPPED with the reason, open samples or ended ones."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """A closed batch; its gradients are on their way (see `Ahead`)."""
-
-    closed: Closed
-    # As they were read and checked, group by group.
-    groups: list[list[TrainingSample]]
-    parts: tuple[int, ...]
-    # Groups whose gradients were begun before the batch was closed.
-    num_early: int
+# How often the records of the replicas are looked at while slots wait for a version to be served: nobody is told of it.
+_LOOK_S = 0.1
 
 
 class Collector:
-    """Collects one batch after another from a rollout source."""
+    """The pump of one trainer process: `start` it, and `close` it."""
 
     def __init__(
         self,
@@ -72,6 +52,7 @@ class Collector:
         config: Config,
         stop: asyncio.Event,
         allowance: Allowance,
+        served: Served,
     ) -> None:
         self._records = records
         self._rollouts = rollouts
@@ -80,152 +61,286 @@ class Collector:
         self._config = config
         self._stop = stop
         self._allowance = allowance
+        self._served = served
         # None: no reward depends on other samples.
         self._scoring = GroupScoring(records, rollouts, config.number_generation) if config.group_rewards else None
+        # What counts for the next step: on policy everything that ends before it is made, off policy what was played of
+        # the groups of its batch, whenever that was. Those of groups that are not closed yet, by group.
+        self._tally = Tally()
+        self._of_groups: dict[str, Tally] = {}
+        # Of the samples that ended and are in no batch yet.
+        self._group_of: dict[str, str] = {}
         # Why the most recent invalid sample has no reward.
         self.last_invalid = ""
-        # By id, of the batch being collected: with a reward and not dropped, and the calls that they consumed.
+        # Optimizer steps made, as far as replicas are pointed to them; and those whose update is made.
+        self._num_steps = self._num_updates = builder.step - 1
+        # By id, with a reward and in no batch yet, and the calls that they consumed.
         self._played: dict[str, tuple[SampleRecord, list[Call]]] = {}
-        # What `ahead` was told of: groups that the batch is certain to have.
-        self._groups: list[list[TrainingSample]] = []
-        self._beside: asyncio.Task[None] | None = None
+        # What `ahead` was told of: groups that the open batch is certain to have.
+        self._offered: list[list[TrainingSample]] = []
+        # Batches whose turn has not come.
+        self._closed: deque[Collected] = deque()
+        # On policy, between the end of a batch and `go_on`.
+        self._is_paused = False
+        # Since when the batch is being generated, and the counters at the end of the one before.
+        self._begun = time.monotonic()
+        self._num_ended = self._num_failed = 0
+        # Since when the trainer has had nothing to do but wait; None: it has.
+        self._idle_since: float | None = None
+        self._pump: asyncio.Task[None] | None = None
+        # Why nothing more is played; None: it is.
+        self._closing: DropReason | None = None
+        # For the pump: there may be more to ask for. For those who wait for it: something ended.
+        self._woken, self._moved = asyncio.Event(), asyncio.Event()
 
-    async def collect(self, tally: Tally, num_steps: int, beside: asyncio.Task[None] | None = None) -> Collected | None:
-        """Play until the batch after `num_steps` optimizer steps is decided; None when asked to stop before that.
+    # ------------------------------------------------------------ for the loop
 
-        None, too, when the allowance is used up: what is being played then ends, and is trained if that decides the
-        batch, so that at most one batch is generated beyond it.
+    def start(self) -> None:
+        """Begin to play."""
+        self._pump = asyncio.create_task(self._run(), name="pump of rollouts")
 
-        Raises what `beside` ends with, if that comes first.
+    async def next(self, beside: asyncio.Task[None] | None = None) -> Collected | None:
+        """The next batch, its gradients on their way (see `Ahead`); None when asked to stop before it is decided.
+
+        None, too, when the allowance is used up: what is in flight then ends, and is trained if that decides batches.
+        Raises what the pump or `beside` ends with, if that comes first.
         """
-        self._beside = beside
-        begun = time.monotonic()
-        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        await self._until(lambda: bool(self._closed), beside)
+        if not self._closed:
+            await self._ahead.abandon()
+            return None
+        collected = self._closed.popleft()
+        collected.num_early = self._ahead.num_begun
+        rest = collected.groups[collected.num_offered :]
+        collected.parts = self._ahead.complete(rest, is_alone=self.builder.num_in_flight == 0)
+        return collected
+
+    async def update_made(self) -> None:
+        """The weights of the step made last are in the trainer.
+
+        On policy what no batch has a place for any more is played to its end, and counted, before this returns.
+        """
+        if not self._config.is_async:
+            await self._until(lambda: not self.builder.leaving)
+            self._tally = Tally()
+        self._num_updates += 1
+        if self._closed:
+            self._ahead.offer(self._closed[0].groups)
+            self._closed[0].num_offered = len(self._closed[0].groups)
+        else:
+            self._offer()
+
+    def go_on(self, num_steps: int) -> None:
+        """Replicas are pointed to the weights that `num_steps` steps made."""
+        self._num_steps = num_steps
+        if self._is_paused:
+            self._is_paused = False
+            self._begun = time.monotonic()
+        self._woken.set()
+
+    async def close(self, reason: DropReason) -> None:
+        """End the pump; what was requested and is in no batch is dropped, and what was computed of it forgotten."""
+        self._closing = reason
+        self._woken.set()
+        if self._pump is not None:
+            # What it ended with was told to whoever waited for it; nobody waits for more.
+            await asyncio.gather(self._pump, return_exceptions=True)
         try:
-            while not self.builder.is_closed:
-                if not await self._request():
-                    await self.cancel(DropReason.BUDGET)
-                    return None
-                ended = await self._next_ended(stopped, tally)
-                if ended is None:
-                    await self.cancel()
-                    return None
-                await self._take(ended, tally, num_steps)
-                self.builder.useless.check(self.last_invalid)
-                self._offer()
-        finally:
-            stopped.cancel()
-        tally.seconds.generate_s += time.monotonic() - begun
-        return await self._close(tally)
-
-    def _offer(self) -> None:
-        """Tell of the groups that have become certain."""
-        certain = self.builder.certain[len(self._groups) :]
-        # When the batch is closed, the rest may take all cores.
-        if certain and not self.builder.is_closed:
-            groups = self._ready(certain)
-            self._groups += groups
-            self._ahead.offer(groups)
-
-    def _ready(self, groups: Sequence[Sequence[str]]) -> list[list[TrainingSample]]:
-        """Groups as they are trained; only these are checked as a whole."""
-        return [[training_sample(*self._played[sample_id]) for sample_id in group] for group in groups]
-
-    async def _close(self, tally: Tally) -> Collected:
-        closed = self.builder.close()
-        rest = self._ready(closed.groups[len(self._groups) :])
-        groups = [*self._groups, *rest]
-        num_early = self._ahead.num_begun
-        parts = self._ahead.complete(rest, is_alone=not self.builder.leaving)
-        self._played, self._groups = {}, []
-        await self._drop(closed.drops, tally)
-        return Collected(closed=closed, groups=groups, parts=parts, num_early=num_early)
-
-    async def drain(self, tally: Tally, num_steps: int) -> None:
-        """Count the samples that no batch has a place for as they end; all are dropped when asked to stop."""
-        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
-        try:
-            await self._let_go(tally)
-            while self.builder.leaving:
-                ended = await self._next_ended(stopped, tally)
-                if ended is None:
-                    await self._drop(self.builder.cancel(), Tally())
-                    return
-                await self._take(ended, tally, num_steps)
-        finally:
-            stopped.cancel()
-
-    async def cancel(self, reason: DropReason = DropReason.CANCELLED) -> None:
-        """Drop everything that was requested and is not in a batch, and what was computed of it."""
-        self._played, self._groups = {}, []
-        try:
-            if self._scoring is not None:
-                await self._scoring.clear()
-            await self._drop(self.builder.cancel(reason), Tally())
+            await self._give_up(reason)
         finally:
             await self._ahead.abandon()
 
+    def abort(self) -> None:
+        """Leave everything as it is."""
+        if self._pump is not None:
+            self._pump.cancel()
+
+    async def _until(self, is_there: Callable[[], bool], beside: asyncio.Task[None] | None = None) -> None:
+        """Wait for what the pump brings, or for its end; raises what it or `beside` ended with."""
+        if self._pump is None:
+            raise RuntimeError("the collector was not started")
+        self._idle_since = time.monotonic()
+        while not is_there() and not self._pump.done():
+            self._moved.clear()
+            moved = asyncio.create_task(self._moved.wait(), name="wait for the pump")
+            others = {self._pump} if beside is None else {self._pump, beside}
+            await asyncio.wait({moved, *others}, return_when=asyncio.FIRST_COMPLETED)
+            moved.cancel()
+            await asyncio.wait({moved})
+            if beside is not None and beside.done():
+                beside.result()
+                beside = None
+        self._idle_since = None
+        if self._pump.done():
+            self._pump.result()
+
+    # ------------------------------------------------------------ pump
+
+    async def _run(self) -> None:
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        try:
+            while True:
+                if self._closing is not None:
+                    return
+                if self._stop.is_set():
+                    await self._give_up(DropReason.CANCELLED)
+                    return
+                if not await self._request():
+                    # Batches that were closed before are trained.
+                    await self._drop(self.builder.cancel(DropReason.BUDGET), is_counted=False)
+                    return
+                # What ended just before `stop` belongs to what is about to be given up as a whole.
+                if (ended := await self._wait(stopped)) and not self._stop.is_set():
+                    await self._take(ended)
+                    self.builder.useless.check(self.last_invalid)
+                    while self.builder.is_closed:
+                        await self._close_batch()
+                    self._offer()
+                self._moved.set()
+        finally:
+            stopped.cancel()
+
     async def _request(self) -> bool:
-        """False: nothing more may be asked for, and with nothing being played the batch would stay open for ever."""
+        """False: nothing more may be asked for, and with nothing being played no batch would ever be closed."""
+        if self._is_paused or self.builder.step > self._config.max_steps:
+            return True
         if await self._allowance.look():
             return self.builder.num_in_flight > 0
+        if self._is_waiting:
+            oldest = await self._served.look(self._num_steps)
+            self.builder.extend(min(oldest + self._config.max_staleness + 1, self._config.max_steps))
         draws = self.builder.draw()
         if draws:
             ids = await self._rollouts.request([(draw.task, draw.group_id) for draw in draws])
             self.builder.bind(draws, ids)
         return True
 
-    async def _next_ended(self, stopped: asyncio.Task[bool], tally: Tally) -> list[SampleRecord] | None:
+    @property
+    def _is_waiting(self) -> bool:
+        """Slots may come back as soon as replicas serve a version that they are pointed to."""
+        most = min(self._num_steps + self._config.max_staleness + 1, self._config.max_steps)
+        return self.builder.is_waiting and self.builder.horizon < most
+
+    async def _wait(self, stopped: asyncio.Task[bool]) -> list[SampleRecord]:
+        """The samples that ended, none where something else is news."""
         begun = time.monotonic()
         ended = asyncio.create_task(self._rollouts.ended(), name="wait for ended samples")
+        woken = asyncio.create_task(self._woken.wait(), name="wait for slots")
+        timeout = _LOOK_S if self._is_waiting else None
         try:
-            while not ended.done() and not stopped.done():
-                beside = {self._beside} if self._beside is not None else set()
-                await asyncio.wait({ended, stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
-                if self._beside is not None and self._beside.done():
-                    done, self._beside = self._beside, None
-                    done.result()
+            await asyncio.wait({ended, stopped, woken}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not ended.done():
-                ended.cancel()
-            await asyncio.wait({ended})
-        tally.seconds.wait_s += time.monotonic() - begun
-        if self._stop.is_set() and (ended.cancelled() or ended.exception() is None):
-            # Samples that ended just now belong to the batch that is about to be cancelled as a whole.
-            return None
-        return await ended
+            ended.cancel()
+            woken.cancel()
+            await asyncio.wait({ended, woken})
+        self._woken.clear()
+        if self._idle_since is not None:
+            self._tally.seconds.wait_s += time.monotonic() - max(begun, self._idle_since)
+        return [] if ended.cancelled() else ended.result()
 
-    async def _take(self, ended: Sequence[SampleRecord], tally: Tally, num_steps: int) -> None:
+    def _offer(self) -> None:
+        """Tell of the groups that have become certain, if the weights are there that will make their step."""
+        # When the batch is closed, the rest may take all cores.
+        if self._closed or self.builder.step != self._num_updates + 1:
+            return
+        certain = self.builder.certain[len(self._offered) :]
+        if certain:
+            groups = self._ready(certain)
+            self._offered += groups
+            self._ahead.offer(groups)
+
+    def _ready(self, groups: Sequence[Sequence[str]]) -> list[list[TrainingSample]]:
+        """Groups as they are trained; only these are checked as a whole."""
+        return [[training_sample(*self._played[sample_id]) for sample_id in group] for group in groups]
+
+    async def _close_batch(self) -> None:
+        closed = self.builder.close()
+        offered, self._offered = self._offered, []
+        now = time.monotonic()
+        self._tally.seconds.generate_s += now - self._begun
+        for group_id in self._of_groups.keys() - self.builder.group_ids:
+            self._tally.add(self._of_groups.pop(group_id))
+        self._closed.append(
+            Collected(
+                closed=closed,
+                groups=[*offered, *self._ready(closed.groups[len(offered) :])],
+                progress=self.builder.progress,
+                tally=self._tally,
+                num_offered=len(offered),
+                num_ended=self._num_ended,
+                num_failed=self._num_failed,
+            )
+        )
+        if closed.groups and self._config.is_async:
+            self._tally = Tally()
+        self._is_paused, self._begun = not self._config.is_async, now
+        self._num_ended = self._num_failed = 0
+        for sample_id in (sample_id for group in closed.groups for sample_id in group):
+            del self._played[sample_id], self._group_of[sample_id]
+        self._moved.set()
+        await self._drop(closed.drops)
+        await self._let_go()
+
+    async def _give_up(self, reason: DropReason) -> None:
+        """Drop everything that was requested and whose batch's turn has not come."""
+        drops = self.builder.cancel(reason)
+        while self._closed:
+            groups = self._closed.popleft().closed.groups
+            drops += [Drop(sample_id=sample_id, reason=reason) for group in groups for sample_id in group]
+        self._played, self._offered = {}, []
+        if self._scoring is not None:
+            await self._scoring.clear()
+        await self._drop(drops, is_counted=False)
+
+    # ------------------------------------------------------------ ended samples
+
+    async def _take(self, ended: Sequence[SampleRecord]) -> None:
         """Count the samples and let the builder decide about them."""
-        mine = [sample for sample in ended if self._is_ours(sample.sample_id)]
+        mine = [s for s in ended if self.builder.owns(s.sample_id) or s.sample_id in self.builder.leaving]
         valid = [sample for sample in mine if sample.is_valid]
         for sample in valid:
             check_sample(sample)
         calls = dict(zip([s.sample_id for s in valid], await load_calls(self._records, valid), strict=True))
         drops: list[Drop] = []
+        self._num_ended += len(mine)
         for sample in mine:
-            stale = False
+            tally = self._tally_of(sample.group_id)
+            self._group_of[sample.sample_id] = sample.group_id
             if sample.reward is None:
                 tally.num_invalid += 1
+                self._num_failed += 1
                 self.last_invalid = describe_invalid(sample)
                 logger.warning("no reward: %s", self.last_invalid, extra={"at": sample.key})
-            else:
-                rollout = _rollout(sample, sample.reward, calls[sample.sample_id], num_steps)
-                tally.rollouts.append(rollout)
-                stale = rollout.staleness > self._config.max_staleness
-            if sample.sample_id in self.builder.leaving:
-                drops += self.builder.leave(sample.sample_id, sample.reward)
-            elif self._scoring is not None and sample.reward is not None and not stale:
-                await self._scoring.hold(sample, calls[sample.sample_id])
-            else:
-                if sample.reward is not None and not stale:
-                    self._keep(sample, calls[sample.sample_id])
-                is_truncated = sample.stop_reason == StopReason.MAX_LENGTH
-                drops += self.builder.end(sample.sample_id, sample.reward, stale=stale, is_truncated=is_truncated)
-        await self._drop(drops, tally)
+                drops += self._end(sample.sample_id, None)
+                continue
+            played = sample, calls[sample.sample_id]
+            tally.rollouts.append(rollout_of(sample, sample.reward, played[1], self._num_steps))
+            stale = self._is_stale(sample.sample_id, played[1])
+            if self._scoring is not None and self.builder.owns(sample.sample_id) and not stale:
+                await self._scoring.hold(*played)
+                continue
+            if self.builder.owns(sample.sample_id) and not stale:
+                self._keep(*played)
+            drops += self._end(sample.sample_id, sample.reward, stale=stale, is_truncated=is_truncated(sample))
+        await self._drop(drops)
         for sample in ended:
-            await self._score(sample, tally)
-        await self._let_go(tally)
+            await self._score(sample)
+        await self._let_go()
+
+    def _is_stale(self, sample_id: str, calls: Sequence[Call]) -> bool:
+        """Whether a token of it would be too old in the last step that it can be in."""
+        oldest = oldest_version(calls)
+        if oldest is None or not self.builder.owns(sample_id):
+            return False
+        return self.builder.latest_step(sample_id) - 1 - oldest > self._config.max_staleness
+
+    def _end(
+        self, sample_id: str, reward: float | None, *, stale: bool = False, is_truncated: bool = False
+    ) -> list[Drop]:
+        """Tell the builder, which has a place for the sample's group or has not any more."""
+        if sample_id in self.builder.leaving:
+            return self.builder.leave(sample_id, reward)
+        return self.builder.end(sample_id, reward, stale=stale, is_truncated=is_truncated)
 
     def _keep(self, sample: SampleRecord, calls: list[Call]) -> None:
         """It may be trained."""
@@ -234,7 +349,7 @@ class Collector:
             rewards = [sample.turn_rewards.get(call_id, 0.0) for call_id in sample.calls]
             self.builder.tell_turns(sample.sample_id, rewards)
 
-    async def _score(self, ended: SampleRecord, tally: Tally) -> None:
+    async def _score(self, ended: SampleRecord) -> None:
         """Let the builder decide about a group whose request ended; any other sample is none of it."""
         if self._scoring is None or not self._scoring.owns(ended.sample_id):
             return
@@ -251,74 +366,33 @@ class Collector:
                     sample.sample_id,
                     sample.trained_reward,
                     own_reward=sample.reward,
-                    is_truncated=sample.stop_reason == StopReason.MAX_LENGTH,
+                    is_truncated=is_truncated(sample),
                 )
             else:
+                self._num_failed += 1
                 drops.append(Drop(sample_id=sample.sample_id, reason=DropReason.UNSCORED))
                 # One of them too many, and the rest of the group is leaving.
-                is_leaving = sample.sample_id in self.builder.leaving
-                end = self.builder.leave if is_leaving else self.builder.end
-                drops += end(sample.sample_id, None)
-        await self._drop(drops, tally)
+                drops += self._end(sample.sample_id, None)
+        await self._drop(drops)
 
-    async def _let_go(self, tally: Tally) -> None:
+    async def _let_go(self) -> None:
         """Held samples that no batch has a place for any more have ended."""
         if self._scoring is None:
             return
         leaving = self._scoring.held(self.builder.leaving)
         await self._scoring.give_up([sample.sample_id for sample in leaving])
         drops = [drop for sample in leaving for drop in self.builder.leave(sample.sample_id, sample.reward)]
-        await self._drop(drops, tally)
+        await self._drop(drops)
 
-    def _is_ours(self, sample_id: str) -> bool:
-        return self.builder.owns(sample_id) or sample_id in self.builder.leaving
+    def _tally_of(self, group_id: str) -> Tally:
+        return self._of_groups.setdefault(group_id, Tally()) if self._config.is_async else self._tally
 
-    async def _drop(self, drops: Sequence[Drop], tally: Tally) -> None:
-        tally.drop(drops)
+    async def _drop(self, drops: Sequence[Drop], *, is_counted: bool = True) -> None:
         for drop in drops:
+            if is_counted:
+                self._tally_of(self._group_of.pop(drop.sample_id, "")).drop([drop])
             self._played.pop(drop.sample_id, None)
         for reason in DropReason:
             ids = [drop.sample_id for drop in drops if drop.reason is reason]
             if ids:
                 await self._rollouts.drop(ids, reason)
-
-
-async def get_all(records: RecordStore, keys: Sequence[str]) -> list[Stored | None]:
-    """One entry a key, in order, read in pages."""
-    found: list[Stored | None] = []
-    for start in range(0, len(keys), _PAGE):
-        found += await records.get(keys[start : start + _PAGE])
-    return found
-
-
-async def load_calls(records: RecordStore, samples: Sequence[SampleRecord]) -> list[list[Call]]:
-    """The calls that each sample consumed, in its order; raises `RecordCorrupt` for a missing or unreadable one."""
-    keys = [
-        call_key(sample.run_id, sample.purpose, sample.sample_id, call_id)
-        for sample in samples
-        for call_id in sample.calls
-    ]
-    found = iter(await get_all(records, keys))
-    key = iter(keys)
-    return [[stored_record(next(found), next(key), Call) for _ in sample.calls] for sample in samples]
-
-
-def _rollout(sample: SampleRecord, reward: float, calls: Sequence[Call], num_steps: int) -> Rollout:
-    """What the metrics need; `calls` come in order of first use, so a parent's length is known before its child's."""
-    lengths: dict[str | None, int] = {None: 0}
-    trained = trained_ids(calls)
-    oldest = num_steps
-    for call in calls:
-        if call.parent not in lengths:
-            raise RecordCorrupt(f"{call.key}: parent: expected one of {list(lengths)}, found {call.parent!r}")
-        lengths[call.call_id] = lengths[call.parent] + len(call.token_ids)
-        if call.call_id in trained:
-            oldest = min(oldest, Version.parse(call.version).n)
-    return Rollout(
-        reward=reward,
-        metrics=sample.metrics,
-        num_sampled=sum(call.num_sampled for call in calls),
-        length=max(lengths.values()),
-        staleness=num_steps - oldest,
-        is_truncated=sample.stop_reason == StopReason.MAX_LENGTH,
-    )

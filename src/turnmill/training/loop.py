@@ -5,11 +5,14 @@
 
 | task | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
-| steps | collected batches | rollouts (collector), the step (a thread) | ended samples | weight versions |
+| steps | closed batches | a batch (`Collector.next`), the step (a thread) | the pump, the gradients | weight versions |
+| pump  | ended samples | rollouts, slots | see `collector` | closed batches |
 | tell  | the step just made | its writes | - | metrics, checkpoints, status |
 
-A step is told while the next batch is played, and at the latest before that one is recorded: so the writes of one step
-come after all writes of the step before.
+One loop for both strategies. On policy the pump rests from the end of a batch until its version is pointed to, and what
+it still lets end is waited for after the update; off policy it plays for the steps to come meanwhile. A step is told
+while the next batch is played, and at the latest before that one is recorded: so the writes of one step come after all
+writes of the step before.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from turnmill import failpoints
@@ -24,18 +28,20 @@ from turnmill.budget import Allowance
 from turnmill.config import Config
 from turnmill.errors import NoProgress
 from turnmill.ports import RunPorts
-from turnmill.records import Batch, Metric, Progress, Run, Task, Version
+from turnmill.records import Batch, DropReason, Metric, Progress, Run, Task, Version
 from turnmill.training import snapshot
 from turnmill.training.ahead import Ahead
-from turnmill.training.batcher import BatchBuilder, Closed
+from turnmill.training.batcher import BatchBuilder
 from turnmill.training.checkpoint import Checkpoints, Manifest, export, writing
-from turnmill.training.collector import Collected, Collector, RolloutSource
+from turnmill.training.collected import Collected, RolloutSource
+from turnmill.training.collector import Collector
 from turnmill.training.history import live_batches
 from turnmill.training.keeper import Keeper
 from turnmill.training.resume import resume
+from turnmill.training.served import Served
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper, Taken
-from turnmill.training.tally import Tally, step_values
+from turnmill.training.tally import ages, step_values
 from turnmill.training.task_statistics import TaskTable, write_statistics
 from turnmill.training.trainer import StepResult, Trainer, threads_alone
 from turnmill.training.validation import Evaluator, Validation
@@ -76,11 +82,19 @@ async def train(
             # On the way to the last recorded step the weights are those of an earlier one: nothing to export.
             await status.write("cancelled", status.step)
             return
-        prefix = f"{status.incarnation}."
-        builder = BatchBuilder(config, tasks, prefix=prefix, progress=progress, table=training.tasks)
+        builder = BatchBuilder(
+            config,
+            tasks,
+            prefix=f"{status.incarnation}.",
+            progress=progress,
+            step=training.step + 1,
+            table=training.tasks,
+        )
         allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
-        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop, allowance)
+        served = Served(ports.records, run.run_id)
+        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop, allowance, served)
         state = await training.steps(collector, stop)
+        await collector.close(DropReason.SURPLUS)
         position = builder.position
         checkpoint = await training.export(position) if state == "succeeded" or training.step else None
         await status.write(state, training.step, checkpoint=checkpoint, version=training.version)
@@ -89,11 +103,14 @@ async def train(
         logger.error("training stopped at step %d: %s", training.step, error, extra={"at": run.run_id})
         try:
             if collector is not None:
-                await collector.cancel()
+                await collector.close(DropReason.CANCELLED)
         finally:
             await status.write("failed", max(training.step, status.step), error=f"{type(error).__name__}: {error}")
             await training.until_kept()
         raise
+    finally:
+        if collector is not None:
+            collector.abort()
 
 
 class _Training:
@@ -128,7 +145,6 @@ class _Training:
         # By step, those that are not told.
         self._untold: dict[int, Batch] = {}
         self._last: Batch | None = None
-        self._tally = Tally()
         self._num_empty = 0
         self._num_mostly_invalid = 0
         # Tells the step made last.
@@ -164,6 +180,7 @@ class _Training:
 
     async def steps(self, collector: Collector, stop: asyncio.Event) -> str:
         """Make the run's optimizer steps; the final state."""
+        self._set_version(self.version)
         try:
             state = await self._steps(collector, stop)
         except BaseException:
@@ -176,41 +193,51 @@ class _Training:
 
     async def _steps(self, collector: Collector, stop: asyncio.Event) -> str:
         await self._validate_base()
+        collector.start()
         while self.step < self._config.max_steps:
+            collected = await collector.next(self._telling)
+            if collected is None:
+                return "cancelled" if stop.is_set() else "exhausted"
+            self._check_progress(collected, collector)
+            if collected.groups:
+                await self._train(collector, collected)
             if self._validation.is_due(self.step) and not self._config.is_async:
                 # Nothing else is played meanwhile: a step's times are those of its own rollouts.
                 await self._until_told()
-            before = (self._tally.num_ended, self._tally.num_failed)
-            collected = None if stop.is_set() else await collector.collect(self._tally, self.step, self._telling)
-            if collected is None:
-                return "cancelled" if stop.is_set() else "exhausted"
-            self._check_progress(collected.closed, collector, *before)
-            if collected.groups:
-                await self._train(collector, collected)
+            collector.go_on(self.step)
         return "succeeded"
 
     async def _train(self, collector: Collector, collected: Collected) -> None:
         """One optimizer step on a closed batch."""
-        tally, closed = self._tally, collected.closed
-        num_trained = sum(len(group) for group in closed.groups)
-        early_share = collected.num_early / len(closed.groups)
+        groups, step, tally = collected.groups, collected.closed.step, collected.tally
 
         def values() -> dict[str, float]:
-            counted = tally.values(threshold=self._config.success_threshold, num_trained=num_trained)
-            return counted | {"early_share": early_share}
+            counted = tally.values(threshold=self._config.success_threshold, num_trained=sum(map(len, groups)))
+            aged = ages(chain.from_iterable(groups), step, self._config.max_staleness)
+            return counted | aged | {"early_share": collected.num_early / len(groups)}
 
         await self._until_told()
         taken = await self._stepper.record(
-            closed.groups, collected.groups, collected.parts, collector.builder.progress, values()
+            collected.closed.groups, groups, collected.parts, collected.progress, values()
         )
-        # What ends beside the step counts too.
-        beside = collector.drain(tally, self.step)
-        result = await self._stepper.apply(
-            taken, collected.groups, tally.seconds, beside, values, gradients=self.ahead.wait
-        )
+        begun = time.monotonic()
+        result = await self._stepper.make(taken, groups, gradients=self.ahead.wait)
+        stepped = time.monotonic()
+        self._set_version(self._stepper.next_version)
+        await collector.update_made()
+        played = time.monotonic()
+        tally.seconds.generate_s += played - stepped
+        await self._stepper.commit(taken, values())
+        tally.seconds.train_s += stepped - begun
+        tally.seconds.publish_s += time.monotonic() - played
+        if self._config.is_async:
+            tally.seconds.overlap_s += tally.seconds.train_s + tally.seconds.publish_s
         batch = replace(taken.batch, values=values())
         self._telling = asyncio.create_task(self._tell(taken, batch, result), name="tell the step")
-        self._tally = Tally()
+
+    def _set_version(self, version: Version) -> None:
+        """What the trainer's weights are, for the gradients made from now on."""
+        self.ahead.version = str(version) if self._config.is_async else None
 
     async def _tell(self, taken: Taken, batch: Batch, result: StepResult) -> None:
         await self._stepper.settle(taken)
@@ -222,13 +249,12 @@ class _Training:
         if telling is not None:
             await telling
 
-    def _check_progress(self, closed: Closed, collector: Collector, ended_before: int, failed_before: int) -> None:
+    def _check_progress(self, collected: Collected, collector: Collector) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""
-        num_ended = self._tally.num_ended - ended_before
-        num_invalid = self._tally.num_failed - failed_before
+        num_ended, num_invalid, tally = collected.num_ended, collected.num_failed, collected.tally
         self._num_mostly_invalid = self._num_mostly_invalid + 1 if 2 * num_invalid > num_ended else 0
-        self._num_empty = 0 if closed.groups else self._num_empty + 1
-        self._tally.num_empty_rounds += not closed.groups
+        self._num_empty = 0 if collected.groups else self._num_empty + 1
+        tally.num_empty_rounds += not collected.groups
         if self._num_mostly_invalid == MAX_INVALID_ROUNDS:
             raise NoProgress(
                 f"more than half of the samples were invalid in {MAX_INVALID_ROUNDS} steps running; in the last one "
@@ -236,10 +262,10 @@ class _Training:
                 "or the infrastructure fails, not the policy"
             )
         if self._num_empty:
-            logger.warning("no group with signal (%d in a row): %s", self._num_empty, self._tally.describe())
+            logger.warning("no group with signal (%d in a row): %s", self._num_empty, tally.describe())
         if self._num_empty == MAX_EMPTY_ROUNDS:
             raise NoProgress(
-                f"{MAX_EMPTY_ROUNDS} steps in a row without a group whose rewards differ: {self._tally.describe()}. "
+                f"{MAX_EMPTY_ROUNDS} steps in a row without a group whose rewards differ: {tally.describe()}. "
                 f"{collector.builder.useless.diagnosis(collector.last_invalid)}"
             )
 

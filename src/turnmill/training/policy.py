@@ -24,7 +24,12 @@ from transformers.utils import logging as transformers_logging
 from turnmill.config import Config
 from turnmill.errors import InvalidInput
 from turnmill.generation.transformers_engine.linear import use_switching_linear
-from turnmill.generation.transformers_engine.loading import digest_of_tensors, model_fingerprint, read_tensors
+from turnmill.generation.transformers_engine.loading import (
+    digest_of_tensors,
+    model_fingerprint,
+    read_tensors,
+    replace_weights,
+)
 from turnmill.training.bundles import ATTENTION, Bundle, register
 from turnmill.training.microbatches import MicroBatch
 from turnmill.training.recomputing import recompute_layers
@@ -321,6 +326,10 @@ class Policy:
         """Take over trained parameters, by their names in the model."""
         for name, parameter in self.named_trained():
             parameter.copy_(trained[name])
+
+    def load_weights(self, folder: Path) -> None:
+        """Take over what `save_weights` wrote; raises `RecordCorrupt`, nothing changed, where it is not that."""
+        replace_weights(self._stored(), folder / WEIGHTS_FILE)
 
     def save_pretrained(self, folder: Path, base_model: Path) -> None:
         """Write a Hugging Face folder; tokenizer, chat template and recipe are those of the base model.

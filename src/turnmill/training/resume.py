@@ -10,7 +10,6 @@ A run's first trainer goes the same way, with nothing on it.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore
@@ -21,7 +20,6 @@ from turnmill.training.history import live_batches, settle, supersede_strays
 from turnmill.training.keeper import Keeper
 from turnmill.training.status import Status
 from turnmill.training.stepper import Stepper
-from turnmill.training.tally import Seconds
 from turnmill.training.trainer import StepResult
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ async def resume(
             {state.value: num for state, num in changed.items()} or "none",
             extra={"at": run_id},
         )
-    stepper.fingerprints |= {str(batch.version): batch.digest or "" for batch in applied}
+    stepper.follow(applied)
     if keeper is not None:
         await keeper.bring_back(applied)
     await asyncio.to_thread(_restore, stepper, checkpoints, applied)
@@ -81,9 +79,8 @@ async def resume(
         taken = await stepper.retake(item)
         groups = await stepper.load(taken.batch, [sample for sample, _ in taken.samples])
         # The replicas that sampled it may have been replaced since; the audit of each token stays.
-        result = await stepper.apply(
-            taken, groups, Seconds(), _nothing(), partial(dict, item.batch.values), is_vouched=False
-        )
+        result = await stepper.make(taken, groups, is_vouched=False)
+        await stepper.commit(taken, item.batch.values)
         await stepper.settle(taken)
         await finish(item.batch, result)
     return live[-1].batch.progress if live else Progress()
@@ -109,7 +106,3 @@ def _restore(stepper: Stepper, checkpoints: Checkpoints, applied: Sequence[Batch
         stepper.step, stepper.version = manifest.step, manifest.version
         logger.info("loaded %s", path)
         return
-
-
-async def _nothing() -> None:
-    """Beside a step that is made again nothing is played."""

@@ -9,14 +9,14 @@ that the conversation went on from. Axes: T positions of a row.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
 import msgspec
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Stored
-from turnmill.records import Call, SampleRecord, StopReason, decode
+from turnmill.records import Call, SampleRecord, StopReason, Version, decode
 
 Keyed = TypeVar("Keyed", SampleRecord, Call)
 
@@ -52,6 +52,26 @@ class Row:
     def num_trained(self) -> int:
         return sum(self.loss_mask)
 
+    @property
+    def trained_versions(self) -> set[str]:
+        """Those that sampled its trained tokens."""
+        return {span.version for span in self.spans if any(self.loss_mask[span.start : span.end])}
+
+    def only(self, version: str) -> "Row":
+        """Cut behind the last trained token of `version`, and with no others trained."""
+        mask = [0] * len(self.token_ids)
+        for span in self.spans:
+            if span.version == version:
+                mask[span.start : span.end] = self.loss_mask[span.start : span.end]
+        end = len(mask) - mask[::-1].index(1)
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            loss_mask=mask[:end],
+            logprobs=self.logprobs[:end],
+            temperatures=self.temperatures[:end],
+        )
+
     def span_at(self, position: int) -> Span:
         """The call that made the token at `position`."""
         return next(span for span in self.spans if span.start <= position < span.end)
@@ -72,6 +92,13 @@ class TrainingSample:
     is_overlong: bool = False
     # Of the report that the reward is from; None: of no record.
     report_digest: str | None = None
+
+    @property
+    def versions(self) -> tuple[str, str] | None:
+        """The oldest and the newest one that sampled its trained tokens; None where nothing is trained."""
+        texts = {text for row in self.rows for text in row.trained_versions}
+        found = sorted(texts, key=lambda text: Version.parse(text).n)
+        return (found[0], found[-1]) if found else None
 
 
 def stored_record(stored: Stored | None, key: str, kind: type[Keyed]) -> Keyed:

@@ -1,7 +1,8 @@
 """The way of one batch from its record to samples TRAINED; made anew after a crash, or once more from the records.
 
     record: batch RECORDED -> samples BATCHED
-    apply:  check replicas -> audit -> step -> publish weights -> batch APPLIED -> point to it
+    make:   check replicas -> audit -> step
+    commit: publish weights -> batch APPLIED -> point to it
     settle: samples TRAINED, older weights removed
     replay: check records -> audit -> step -> the weights must be those that were recorded
 
@@ -12,12 +13,11 @@ pointed to, the next batch may be played: what `settle` writes, only the next `r
 import asyncio
 import logging
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from turnmill import failpoints
 from turnmill.errors import AuditFailed, NotFound, RecordCorrupt
@@ -27,22 +27,20 @@ from turnmill.records import (
     BatchState,
     Progress,
     Purpose,
-    ReplicaStatus,
     SampleRecord,
     SampleState,
     Version,
-    decode,
     encode,
-    replica_key,
     sample_key,
 )
 from turnmill.training.audit import check_fingerprints
 from turnmill.training.checkpoint import writing
-from turnmill.training.collector import get_all, load_calls
 from turnmill.training.history import StoredBatch, write_all
+from turnmill.training.played import get_all, load_calls
 from turnmill.training.samples import TrainingSample, check_sample, stored_record, training_sample
+from turnmill.training.served import read_replicas
+from turnmill.training.stale_audit import StaleAudit, StaleTokens
 from turnmill.training.status import Status
-from turnmill.training.tally import Seconds
 from turnmill.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,11 @@ class Stepper:
         # Optimizer steps made, and the version that holds them.
         self.step = 0
         self.version = BASE_VERSION
-        self._previous = BASE_VERSION
+        # On policy all tokens are of the current version.
+        self._audit = StaleAudit(trainer, ports.weights) if trainer.config.is_async else None
+        # Versions of the last steps: those that tokens of the next batch may be of, and the one before the current one,
+        # which a replica may be loading.
+        self._kept: deque[Version] = deque([BASE_VERSION], maxlen=max(2, trainer.config.max_staleness + 1))
         # The trainer's fingerprints by version text, oldest first.
         self.fingerprints: dict[str, str] = {}
 
@@ -86,6 +88,11 @@ class Stepper:
         """Fingerprint of the current version."""
         return self.fingerprints[str(self.version)]
 
+    @property
+    def next_version(self) -> Version:
+        """What the next step makes."""
+        return Version(incarnation=self._status.incarnation, n=self.step + 1)
+
     # ------------------------------------------------------------ versions
 
     async def begin(self) -> None:
@@ -93,11 +100,26 @@ class Stepper:
         self.fingerprints[str(BASE_VERSION)] = await asyncio.to_thread(self.trainer.fingerprint)
         await self._publish(BASE_VERSION)
 
+    def follow(self, applied: Sequence[Batch]) -> None:
+        """Take over from the trainers that applied these batches, all there are."""
+        self.fingerprints |= {str(batch.version): batch.digest or "" for batch in applied}
+        self._kept.extend(batch.version for batch in applied if batch.version is not None)
+
     async def point(self) -> None:
-        """Make the current version the one that is served, and keep no other but the base."""
+        """Make the current version the one that is served."""
         await self._publish(self.version)
         await self._ports.weights.point(self.version)
-        await self._ports.weights.prune([BASE_VERSION, self.version])
+        await self._prune()
+
+    async def _prune(self) -> None:
+        """Remove versions of which no token is trained any more, and that no replica may be loading."""
+        await self._ports.weights.prune([BASE_VERSION, *self._kept])
+
+    def _reach(self, version: Version) -> None:
+        """The step that makes `version` is applied."""
+        self.version, self.step = version, version.n
+        if version not in self._kept:
+            self._kept.append(version)
 
     async def _publish(self, version: Version) -> None:
         """Store the current weights as `version` unless it is there; raises `VersionConflict` if with other weights."""
@@ -151,13 +173,14 @@ class Stepper:
                     f"{sample.key}: report_digest: expected {known.report_digest} of {known.key}, "
                     f"found {sample.report_digest}"
                 )
-            batched.append((replace(sample, state=SampleState.BATCHED, step=batch.step), version))
+            taken = replace(sample, state=SampleState.BATCHED, step=batch.step, versions=known.versions)
+            batched.append((taken, version))
         await write_all(
             self._ports.records, [Write(key=s.key, value=encode(s), expected=version) for s, version in batched]
         )
         failpoints.hit("samples-batched")
-        taken = tuple((sample, version + 1) for sample, version in batched)
-        return Taken(batch=batch, version=1, samples=taken)
+        samples_taken = tuple((sample, version + 1) for sample, version in batched)
+        return Taken(batch=batch, version=1, samples=samples_taken)
 
     async def retake(self, stored: StoredBatch) -> Taken:
         """Take over a batch that an earlier trainer recorded and did not apply; its samples are settled.
@@ -182,70 +205,71 @@ class Stepper:
 
     # ------------------------------------------------------------ apply
 
-    async def apply(
+    async def make(
         self,
         taken: Taken,
         groups: Sequence[Sequence[TrainingSample]],
-        seconds: Seconds,
-        beside: Coroutine[Any, Any, None],
-        values: Callable[[], dict[str, float]],
         *,
         gradients: Callable[[], Awaitable[None]] | None = None,
         is_vouched: bool = True,
     ) -> StepResult:
-        """Make the step of a taken batch, whose samples are `groups`, and have its weights served; adds to `seconds`.
+        """Make the step of a taken batch, whose samples are `groups`, in the trainer.
 
-        `gradients` waits until those of all groups are accumulated; without it, they are made here. `beside` runs at
-        the same time; when it has ended, `values` are stored with the applied batch in place of what it was recorded
-        with. Without `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
+        `gradients` waits until those of all groups are accumulated; without it, they are made here. Without
+        `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
         """
-        begun = time.monotonic()
-        # A task even before the replicas are looked at: a coroutine that is never started is a defect.
-        other = asyncio.create_task(beside, name="beside the step")
-        try:
-            await self._check_replicas(groups, is_vouched=is_vouched)
-            if gradients is None:
-                result = await asyncio.to_thread(self.trainer.step, groups, taken.batch.parts, threads=self._threads)
-            else:
-                await gradients()
-                result = await asyncio.to_thread(self.trainer.finish)
-            stepped = time.monotonic()
-            await other
-        finally:
-            other.cancel()
-            await asyncio.gather(other, return_exceptions=True)
-        drained = time.monotonic()
+        result = await self._make(groups, taken.batch.parts, gradients, is_vouched=is_vouched)
         failpoints.hit("step-made")
-        version = Version(incarnation=self._status.incarnation, n=taken.batch.step)
+        return result
+
+    async def _make(
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        parts: Sequence[int],
+        gradients: Callable[[], Awaitable[None]] | None,
+        *,
+        is_vouched: bool,
+    ) -> StepResult:
+        """Audit and step. Tokens of older versions are audited beside the gradients, and before the update."""
+        await self._check_replicas(groups, is_vouched=is_vouched)
+        stale = StaleTokens()
+        if self._audit is not None:
+            stale = await self._audit.check(groups, self.version, self.fingerprints, may_be_gone=not is_vouched)
+        if gradients is None:
+            version = str(self.version) if self.trainer.config.is_async else None
+            result = await asyncio.to_thread(self.trainer.step, groups, parts, threads=self._threads, version=version)
+        else:
+            await gradients()
+            result = await asyncio.to_thread(self.trainer.finish)
+        return stale.added_to(result)
+
+    async def commit(self, taken: Taken, values: dict[str, float]) -> None:
+        """Store the weights of the step just made, and the batch as applied with `values`; and have them served."""
+        version = self.next_version
         self.fingerprints[str(version)] = digest = await asyncio.to_thread(self.trainer.fingerprint)
         await self._publish(version)
         failpoints.hit("weights-stored")
-        applied = replace(taken.batch, state=BatchState.APPLIED, version=version, digest=digest, values=values())
+        applied = replace(taken.batch, state=BatchState.APPLIED, version=version, digest=digest, values=values)
         await write_all(self._ports.records, [Write(key=applied.key, value=encode(applied), expected=taken.version)])
         failpoints.hit("batch-applied")
         await self._ports.weights.point(version)
         failpoints.hit("weights-pointed")
-        self._previous, self.version, self.step = self.version, version, taken.batch.step
-        seconds.train_s += stepped - begun
-        seconds.generate_s += drained - stepped
-        seconds.publish_s += time.monotonic() - drained
-        return result
+        self._reach(version)
 
     async def settle(self, taken: Taken) -> None:
-        """Tell the samples of the step just made, and remove what is older than the version before it."""
+        """Tell the samples of the step just made, and remove versions that are too old."""
         trained = [(replace(sample, state=SampleState.TRAINED), stored) for sample, stored in taken.samples]
         await write_all(
             self._ports.records, [Write(key=s.key, value=encode(s), expected=stored) for s, stored in trained]
         )
         failpoints.hit("samples-trained")
-        await self._ports.weights.prune([BASE_VERSION, self._previous, self.version])
+        await self._prune()
 
     async def replay(self, batch: Batch) -> StepResult:
         """Make the step of an applied batch again; raises `AuditFailed` unless it gives the recorded weights."""
         samples = [sample for sample, _ in await self._read(batch, SampleState.TRAINED)]
         groups = await self.load(batch, samples)
-        await self._check_replicas(groups, is_vouched=False)
-        result = await asyncio.to_thread(self.trainer.step, groups, batch.parts, threads=self._threads)
+        result = await self._make(groups, batch.parts, None, is_vouched=False)
         digest = await asyncio.to_thread(self.trainer.fingerprint)
         if digest != batch.digest or batch.version is None:
             raise AuditFailed(
@@ -253,7 +277,7 @@ class Stepper:
                 f"{batch.digest} (version {batch.version}). Torch or the kind of machine is not what it was, or a "
                 "record was altered: go on from a step that has a checkpoint, which needs no replay"
             )
-        self.version, self.step = batch.version, batch.step
+        self._reach(batch.version)
         logger.info("step %d made again from its batch: same weights", batch.step, extra={"at": self._run_id})
         return result
 
@@ -265,9 +289,13 @@ class Stepper:
         return [[checked[sample_id] for sample_id in group] for group in batch.groups]
 
     async def _check_replicas(self, groups: Sequence[Sequence[TrainingSample]], *, is_vouched: bool) -> None:
-        """The replicas' fingerprints of all versions that sampled a trained token."""
+        """The replicas' fingerprints of all versions that sampled a trained token.
+
+        Off policy a replica may have ended since and come back with a newer version: the audit of the tokens is what
+        vouches for the older one then.
+        """
         rows = [row for group in groups for sample in group for row in sample.rows]
-        versions = {span.version for row in rows for span in row.spans if any(row.loss_mask[span.start : span.end])}
-        found = await self._ports.records.scan(replica_key(self._run_id, ""))
-        replicas = [decode(stored.value, ReplicaStatus) for stored in found]
+        versions = {version for row in rows for version in row.trained_versions}
+        replicas = await read_replicas(self._ports.records, self._run_id)
+        is_vouched = is_vouched and not self.trainer.config.is_async
         check_fingerprints(replicas, self.fingerprints, versions, is_vouched=is_vouched)

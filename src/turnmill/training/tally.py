@@ -1,7 +1,8 @@
 """The numbers of one optimizer step: counted over all valid rollouts generated in it, before any filter.
 
-A step whose collection found no group with signal is collected again; its rollouts stay counted, so a metric covers
-everything played since the previous step.
+Off policy rollouts of several steps are played at once: what counts for a step are those of the groups that its batch
+considered. A step whose collection found no group with signal is collected again; its rollouts stay counted, so a
+metric covers everything played since the previous step.
 """
 
 from collections import Counter
@@ -9,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from statistics import fmean
 
-from turnmill.records import DropReason, SampleRecord
+from turnmill.records import DropReason, SampleRecord, Version
 from turnmill.training.batcher import Drop
+from turnmill.training.samples import TrainingSample
 from turnmill.training.trainer import StepResult
 
 
@@ -34,7 +36,7 @@ class Rollout:
 class Seconds:
     """Where the time of a step went."""
 
-    # First request to batch closed.
+    # First request to batch closed; off policy, from the end of the batch before to that of this one.
     generate_s: float = 0.0
     # Part of it in which the trainer had nothing to do but wait.
     wait_s: float = 0.0
@@ -42,6 +44,8 @@ class Seconds:
     train_s: float = 0.0
     # Storing the weights and pointing to them.
     publish_s: float = 0.0
+    # Part of the last two in which rollouts went on: off policy all of it.
+    overlap_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -63,6 +67,12 @@ class Tally:
     def num_failed(self) -> int:
         """Of those that ended: without a reward, or in a group that could not be scored."""
         return self.num_invalid + self.dropped[DropReason.UNSCORED]
+
+    def add(self, other: "Tally") -> None:
+        """Count what another one counted of rollouts."""
+        self.rollouts += other.rollouts
+        self.num_invalid += other.num_invalid
+        self.dropped.update(other.dropped)
 
     def drop(self, drops: Iterable[Drop]) -> None:
         """Count drops."""
@@ -116,6 +126,20 @@ class Tally:
             f"{len(rewards)} valid rollouts with reward min {min(rewards):g}, mean {fmean(rewards):g}, "
             f"max {max(rewards):g}, {num_truncated} of them cut off at max_length; {self.num_invalid} invalid"
         )
+
+
+def ages(samples: Iterable[TrainingSample], step: int, most: int) -> dict[str, float]:
+    """The metric's values about the age of what step `step` trains: a conversation is as old as its oldest token.
+
+    Off policy (`most` > 0), the share of each age too, in optimizer steps.
+    """
+    found = Counter(step - 1 - Version.parse(sample.versions[0]).n for sample in samples if sample.versions is not None)
+    if not found:
+        return {}
+    total = found.total()
+    values = {"staleness_mean": sum(age * num for age, num in found.items()) / total, "staleness_max": max(found)}
+    shares = {f"staleness_share_{age}": found[age] / total for age in range(most + 1)} if most else {}
+    return values | shares
 
 
 def step_values(result: StepResult) -> dict[str, float]:

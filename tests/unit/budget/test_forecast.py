@@ -46,6 +46,13 @@ def test_the_pace_is_the_mean_over_all_steps_of_earlier_runs() -> None:
     assert pace_of([]) is None and pace_of([({}, steps[2:])]) is None
 
 
+def test_what_went_on_at_the_same_time_counts_once() -> None:
+    values = {"num_generated": 8, "num_trained": 8, "response_length_mean": 10, "generate_s": 2.0, "train_s": 1.0}
+    apart, together = (pace_of([({}, [metric(**values, overlap_s=seconds)])]) for seconds in (0.0, 1.0))
+    assert apart is not None and together is not None
+    assert apart.seconds_per_token == pytest.approx(1.5 * together.seconds_per_token)
+
+
 def test_a_measured_forecast_is_the_pace_times_the_rollouts() -> None:
     found = of(PACE)
     # 10 steps * 16 * 1.5 + 60 = 300 rollouts, 6,000 tokens, 60 s, and a minute around it.

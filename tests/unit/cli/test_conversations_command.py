@@ -117,6 +117,7 @@ def root(tmp_path: Path) -> Path:
         "peru_0",
         state=SampleState.TRAINED,
         step=3,
+        versions=("1.0", "1.1"),
         attempt=2,
         reward=0.5,
         metrics={"turns": 3.0},
@@ -130,6 +131,12 @@ def root(tmp_path: Path) -> Path:
     evaluated = sample_of("peru_0", Purpose.EVAL, state=SampleState.LEASED, created_at=3.0)
     store(tmp_path / "root", [played, failed, evaluated], calls)
     return tmp_path / "root"
+
+
+def test_a_trained_rollout_says_which_weights_sampled_it_and_how_old_they_were(root: Path) -> None:
+    assert "step 3, weights 1.0 to 1.1, 2 steps old" in shown(root, "peru_0")
+    (trained,) = [json.loads(line) for line in shown(root, "--step", "3", "--json").splitlines()]
+    assert trained["versions"] == ["1.0", "1.1"]
 
 
 def test_rollouts_are_listed_with_rewards_and_reasons(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ class ScriptedRollouts:
             replica="replica-0",
             version=current.version,
             fingerprints=self.fingerprints,
-            updated_at=1.0,
+            updated_at=time.time(),
             pid=1,
         )
         await self.put(replica_key(RUN_ID, "replica-0"), status)

@@ -85,7 +85,12 @@ def group_rollouts(bench: Bench, tiny_model: Path, builders: Builders) -> GroupR
     return made
 
 
-async def test_a_group_is_scored_as_a_whole_and_trained_by_the_sum(bench: Bench, group_rollouts: GroupRollouts) -> None:
+@pytest.mark.parametrize("strategy", ["on_policy_sync", "off_policy_async"])
+async def test_a_group_is_scored_as_a_whole_and_trained_by_the_sum(
+    bench: Bench, group_rollouts: GroupRollouts, tiny_model: Path, strategy: str
+) -> None:
+    bench.config = replace(bench.config, rollout_strategy=strategy)
+    bench.trainer = Trainer(tiny_model, bench.config)
     await bench.train(group_rollouts, group_rewards=True)
     assert (await bench.status()).state == "succeeded"
     samples = {sample.sample_id: sample for sample in await bench.samples()}

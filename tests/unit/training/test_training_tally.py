@@ -4,7 +4,8 @@ import pytest
 
 from turnmill.records import DropReason
 from turnmill.training.batcher import Drop
-from turnmill.training.tally import Rollout, Tally
+from turnmill.training.samples import Row, Span, TrainingSample
+from turnmill.training.tally import Rollout, Tally, ages
 
 
 def rollout(score: float, **metrics: float) -> Rollout:
@@ -30,6 +31,35 @@ def test_means_are_over_all_valid_rollouts_before_any_filter() -> None:
 def test_a_metric_of_the_environment_never_hides_one_of_ours() -> None:
     values = Tally(rollouts=[rollout(1.0, reward=-5.0)]).values(threshold=1.0, num_trained=1)
     assert values["reward_mean"] == 1.0
+
+
+def aged(*versions: str) -> TrainingSample:
+    spans = tuple(Span(call_id=f"c{i}", start=i, end=i + 1, version=text) for i, text in enumerate(("0.0", *versions)))
+    size = len(spans)
+    row = Row(
+        key="k",
+        token_ids=[7] * size,
+        loss_mask=[0] + [1] * (size - 1),
+        logprobs=[0.0] * size,
+        temperatures=[1.0] * size,
+        spans=spans,
+    )
+    return TrainingSample(key="k", reward=1.0, rows=(row,))
+
+
+def test_a_conversation_is_as_old_as_its_oldest_trained_token() -> None:
+    samples = [aged("1.4"), aged("1.3", "1.4"), aged("1.4", "1.2"), aged("1.4"), aged()]
+    values = ages(samples, 5, 3)
+    assert values == {
+        "staleness_mean": 0.75,
+        "staleness_max": 2,
+        "staleness_share_0": 0.5,
+        "staleness_share_1": 0.25,
+        "staleness_share_2": 0.25,
+        "staleness_share_3": 0.0,
+    }
+    assert ages([aged("1.4")], 5, 0) == {"staleness_mean": 0.0, "staleness_max": 0}
+    assert ages([aged()], 5, 0) == {}
 
 
 def test_conversations_cut_off_at_max_length_are_told() -> None:

@@ -18,7 +18,8 @@ from turnmill.wiring.backend import backend_of
 
 # Fields of records that people ask for.
 _OF_SAMPLE = (
-    "sample_id purpose task_id state step attempt reward group_reward metrics stop_reason reason detail drop_reason"
+    "sample_id purpose task_id state step versions attempt reward group_reward metrics stop_reason reason detail "
+    "drop_reason"
 ).split()
 _OF_CALL = (
     "call_id attempt parent choice num_choices tools tool_choice messages reply finish_reason version created_at"

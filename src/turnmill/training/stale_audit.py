@@ -1,0 +1,102 @@
+"""The token audit where trainer and replicas are not in step: each token against the weights of its own version.
+
+    trained tokens of older versions -> by version -> its kept weights, proved -> passes without gradients -> TokenAudit
+
+What the current weights sampled is compared in the passes that make the gradients. For the rest, a second policy takes
+on one kept version after the other: that of the trainer belongs to the passes of other threads. A row is cut behind the
+last token of the version, and prompts are shared, so that this costs a part of a forward pass over the batch.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from turnmill.errors import AuditFailed, NotFound
+from turnmill.ports import WeightStore
+from turnmill.records import Version
+from turnmill.training.algorithms.logprobs import token_logprobs
+from turnmill.training.audit import TokenAudit
+from turnmill.training.microbatches import collate, plan
+from turnmill.training.passes import one_thread
+from turnmill.training.policy import Policy
+from turnmill.training.samples import Row, TrainingSample
+from turnmill.training.trainer import StepResult, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class StaleTokens(TokenAudit):
+    """What was found of the tokens of older versions of one batch."""
+
+    def added_to(self, result: StepResult) -> StepResult:
+        """The step's result with these tokens in its audit."""
+        if not self.num_tokens:
+            return result
+        num_current = max(0, result.num_tokens - self.num_tokens)
+        mean = (result.audit_mean * num_current + self.mean * self.num_tokens) / (num_current + self.num_tokens)
+        return replace(result, audit_mean=mean, audit_max=max(result.audit_max, self.max))
+
+
+class StaleAudit:
+    """Audits for one trainer, one batch after the other."""
+
+    def __init__(self, trainer: Trainer, weights: WeightStore) -> None:
+        self._trainer = trainer
+        self._weights = weights
+        # Made before other threads run passes of the trainer's.
+        self._policy = trainer.policy.frozen_twin()
+        # Whose weights it holds.
+        self._version = ""
+
+    async def check(
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        current: Version,
+        fingerprints: Mapping[str, str],
+        *,
+        may_be_gone: bool,
+    ) -> StaleTokens:
+        """Raise `AuditFailed` unless tokens of other versions than `current` have the log-probs of their weights.
+
+        `fingerprints` are the trainer's, by version text. With `may_be_gone` (a step that is made again) versions whose
+        weights are no longer kept are left out: of their tokens the digests of the records are what is checked.
+        """
+        found = StaleTokens()
+        rows = [row for group in groups for sample in group for row in sample.rows]
+        versions = {version for row in rows for version in row.trained_versions} - {str(current)}
+        # That whose weights are loaded already comes first.
+        for version in sorted(versions, key=lambda text: (text != self._version, Version.parse(text).n)):
+            try:
+                stored = await self._weights.get(Version.parse(version))
+            except NotFound:
+                if not may_be_gone:
+                    raise AuditFailed(f"tokens of version {version} are trained, whose weights are not kept") from None
+                logger.warning("tokens of version %s are not compared with its weights, which are gone", version)
+                continue
+            cut = [row.only(version) for row in rows if version in row.trained_versions]
+            await asyncio.to_thread(self._add, found, cut, version, Path(stored.location), fingerprints[version])
+        found.check(self._trainer.config)
+        return found
+
+    def _add(self, found: StaleTokens, rows: Sequence[Row], version: str, folder: Path, fingerprint: str) -> None:
+        with one_thread(), torch.no_grad():
+            policy = self._loaded(version, folder, fingerprint)
+            for bundles in plan(rows, self._trainer.config.micro_batch_tokens, is_sharing=policy.is_sharing):
+                batch = collate(rows, [0] * len(rows), bundles)
+                logprobs_n, _ = token_logprobs(policy.logits(batch), batch.tokens_n, batch.temperature_n)
+                found.add(rows, batch, logprobs_n)
+
+    def _loaded(self, version: str, folder: Path, fingerprint: str) -> Policy:
+        """The second policy with the weights of `version`, which must be those that the trainer published."""
+        if self._version == version:
+            return self._policy
+        self._version = ""
+        self._policy.load_weights(folder)
+        if (held := self._policy.fingerprint()) != fingerprint:
+            raise AuditFailed(f"the kept weights of version {version} are {held}, published were {fingerprint}")
+        self._version = version
+        return self._policy

@@ -1,0 +1,90 @@
+"""Off policy in real processes: two replicas, one of them slowed down, and a trainer that dies."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.accounts import check_accounting, check_steps
+from tests.e2e.processes import Running, read_records, start_run, wait_for
+from turnmill.records import SampleState, Version
+from turnmill.wiring.event_loop import run_loop
+from turnmill.wiring.reading.runs import read_metrics
+
+ASYNC: dict[str, Any] = {
+    "rollout_strategy": "off_policy_async",
+    "age_tolerance": "2",
+    "max_steps": "6",
+    "generation_replicas": "2",
+    "max_concurrent_rollouts": "48",
+    "baseline_rollouts": "0",
+}
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process runs for a quarter of the time only."""
+    is_over = threading.Event()
+
+    def pulse() -> None:
+        try:
+            while not is_over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                is_over.wait(0.3)
+                os.kill(pid, signal.SIGCONT)
+                is_over.wait(0.1)
+        except ProcessLookupError:
+            # It has ended, as the run did.
+            return
+
+    thread = threading.Thread(target=pulse, name="pulses")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def check_ages(running: Running, run_id: str) -> int:
+    """Of what was trained, by the records of the calls' samples and by the metrics; the greatest."""
+    samples, _ = read_records(running.root, run_id)
+    ages = [
+        sample.step - 1 - Version.parse(sample.versions[0]).n
+        for sample in samples
+        if sample.state is SampleState.TRAINED and sample.step is not None and sample.versions is not None
+    ]
+    metrics = run_loop(read_metrics(running.root, run_id))
+    assert max(ages) == max(metric.values["staleness_max"] for metric in metrics) <= 2
+    assert max(metric.values["audit_max"] for metric in metrics) < 1e-3
+    return max(ages)
+
+
+@pytest.mark.slow
+def test_a_slowed_replica_makes_no_trained_token_too_old(tmp_path: Path) -> None:
+    with start_run(tmp_path / "root", **ASYNC) as running:
+        pid = wait_for("replica-1", lambda: running.role_pid("replica-1"), running.process)
+        wait_for("the first step", running.num_steps, running.process)
+        with slowed(pid):
+            figures = running.finish()
+        assert figures["steps"] == 6
+        check_accounting(tmp_path / "root", figures)
+        assert check_ages(running, figures["run_id"]) > 0
+        check_steps(tmp_path / "root", figures)
+
+
+@pytest.mark.slow
+def test_the_bound_holds_after_the_trainer_was_killed(tmp_path: Path) -> None:
+    with start_run(tmp_path / "root", **ASYNC) as running:
+        wait_for("two steps", lambda: running.num_steps() >= 2, running.process)
+        running.kill("trainer")
+        figures = running.finish()
+        assert figures["steps"] == 6
+        check_accounting(tmp_path / "root", figures)
+        check_ages(running, figures["run_id"])
+        check_steps(tmp_path / "root", figures)
