@@ -172,7 +172,7 @@ def test_the_order_of_samples_and_groups_means_nothing(method: str) -> None:
             np.testing.assert_allclose(mine, plain[g][inner[g]], atol=1e-12)
 
 
-@pytest.mark.parametrize("method", set(GOLDEN) - {"reinforce_pp_baseline"})
+@pytest.mark.parametrize("method", [name for name in GOLDEN if name != "reinforce_pp_baseline"])
 def test_a_group_is_compared_with_itself_alone(method: str) -> None:
     for seed in SEEDS:
         rewards, lengths = rewards_and_lengths(seed)
@@ -180,7 +180,7 @@ def test_a_group_is_compared_with_itself_alone(method: str) -> None:
         np.testing.assert_array_equal(found(method, rewards, lengths)[2], alone)
 
 
-@pytest.mark.parametrize("method", set(GOLDEN) - {"opo"})
+@pytest.mark.parametrize("method", [name for name in GOLDEN if name != "opo"])
 def test_lengths_matter_to_the_optimal_baseline_alone(method: str) -> None:
     rewards, lengths = rewards_and_lengths(3)
     for mine, other in zip(
