@@ -100,13 +100,13 @@ class Collector:
         self._pump = asyncio.create_task(self._run(), name="pump of rollouts")
 
     async def next(self, beside: asyncio.Task[None] | None = None) -> Collected | None:
-        """The next batch, its gradients on their way (see `Ahead`); None when asked to stop before it is decided.
+        """The next batch, its gradients on their way (see `Ahead`); None when asked to stop, also if one is decided.
 
         None, too, when the allowance is used up: what is in flight then ends, and is trained if that decides batches.
         Raises what the pump or `beside` ends with, if that comes first.
         """
         await self._until(lambda: bool(self._closed), beside)
-        if not self._closed:
+        if self._stop.is_set() or not self._closed:
             await self._ahead.abandon()
             return None
         collected = self._closed.popleft()
@@ -180,10 +180,10 @@ class Collector:
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
         try:
             while True:
-                if self._closing is not None:
-                    return
                 if self._stop.is_set():
                     await self._give_up(DropReason.CANCELLED)
+                    return
+                if self._closing is not None:
                     return
                 if not await self._request():
                     # Batches that were closed before are trained.
