@@ -143,7 +143,7 @@ def test_which_environment_is_played_has_rules_of_its_own() -> None:
 
 def test_an_evaluation_reads_less() -> None:
     assert {"max_length", "eval_rollouts", "val_temperature"} <= parameters_of(RunKind.EVAL)
-    assert not {"lr", "max_steps", "curriculum", "temperature"} & parameters_of(RunKind.EVAL)
+    assert not {"lr", "max_steps", "curriculum", "temperature", "rollout_strategy"} & parameters_of(RunKind.EVAL)
 
 
 def test_what_a_rule_compares_with_a_parameter_that_counts_may_be_set() -> None:
