@@ -5,15 +5,17 @@ python scripts/generate_reads.py --keep FOLDER   and keeps what each read there:
 python scripts/generate_reads.py --only NAME     makes one of them alone and compares; exit code 1 where it differs
 python scripts/generate_reads.py --list          names them
 
-Each run is a small one of the shipped tiny model, as users start it, in processes of its own that write down what they
+Each run is a small one of a shipped tiny model, as users start it, in processes of its own that write down what they
 read (`turnmill.config.recording`). One parameter at a time is changed from the run that all others are compared with:
-so what else is read, or read no more, follows from that choice. The run of an external trainer is that of a test, on
-an emulator of AWS.
+so what else is read, or read no more, follows from that choice. Runs with several changes at once, in other
+environments too, show what is read with all of these alone. The run of an external trainer is that of a test, on an
+emulator of AWS. Needs the extras `train`, `verifiers` and `dev`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,12 +26,15 @@ from pathlib import Path
 
 from turnmill import assets
 from turnmill.config import ENVIRONMENT_PARAMETERS, describe, to_dict
-from turnmill.config.reads import TABLE, reads, state_of
+from turnmill.config.reads import TABLE, Reads, reads, state_of
 from turnmill.config.recording import READS, read_notes
 from turnmill.records import RunKind
 from turnmill.wiring.running.control import resolve
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ROOT / "custom-environments"
+# Of environments that only tests have.
+FIXTURES = ROOT / "tests" / "fixtures" / "custom-environments"
 TIMEOUT_S = 900.0
 # Small; of what is not changed below, all that a small run can do.
 SMALL = {
@@ -52,6 +57,10 @@ EXTERNAL_RUN = ("pytest", "-q", "-p", "no:cacheprovider", "tests/aws/test_confor
 SWITCHES = {
     "kl_coeff": "0.01",
     "ent_coeff": "0.01",
+    "ppo_epochs": "2",
+    "ppo_minibatches": "2",
+    "gradient_checkpointing": "true",
+    "generation_replicas": "2",
     "val_every": "1",
     "val_temperature": "0",
     "baseline_rollouts": "0",
@@ -70,21 +79,71 @@ class Watched:
 
     name: str
     kind: RunKind = RunKind.TRAIN
-    # Beside `SMALL`.
+    # Beside `SMALL`: what the run is made for.
     changes: Mapping[str, str] = field(default_factory=dict)
+    # What the environment needs.
+    needs: Mapping[str, str] = field(default_factory=dict)
+    # Of the environment, where it is none of the built-in ones.
+    package: Path | None = None
+    # Of the package; None: those of Wordle.
+    tasks: Path | None = None
+    # Of an evaluation.
+    model: str = "wordle-tiny"
 
     @property
     def settings(self) -> dict[str, str]:
         shared = {RunKind.TRAIN: SMALL, RunKind.EVAL: {"eval_rollouts": "4"}, RunKind.EXTERNAL: {}}[self.kind]
-        return {**shared, **self.changes}
+        return {**shared, **self.needs, **self.changes}
 
     def values(self) -> dict[str, object]:
         """All its parameters, those of the model's recipe included."""
         return to_dict(resolve(file=None, environ={}, flags=self.settings).config)
 
 
+# Several changes at once. They only add to the table: what else they read.
+COMBINED = (
+    Watched(
+        name="adapter beside rollouts",
+        changes={"training_method": "RFT_MULTITURN_LORA", "rollout_strategy": "off_policy_async"},
+    ),
+    Watched(
+        name="sequences beside rollouts",
+        changes={
+            "rollout_strategy": "off_policy_async",
+            "loss_fn": "gspo",
+            "mismatch_correction": "sequence_mask",
+            "ppo_minibatches": "2",
+        },
+    ),
+    Watched(name="reference that is renewed", changes={"kl_coeff": "0.01", "kl_refresh_steps": "1"}),
+    Watched(
+        name="rewards per group",
+        changes={"use_custom_env": "true", "group_rewards": "true"},
+        needs={"custom_env_id": "other-openings"},
+        package=FIXTURES / "other-openings",
+    ),
+    Watched(
+        name="eval custom environment",
+        kind=RunKind.EVAL,
+        changes={"use_custom_env": "true"},
+        needs={"max_length": "1024"},
+        package=PACKAGES / "my-custom-env",
+        tasks=PACKAGES / "my-custom-env" / "data" / "eval.jsonl",
+        model="sql-tiny",
+    ),
+    Watched(
+        name="eval verifiers",
+        kind=RunKind.EVAL,
+        changes={"vf_env_id": "always-zero-mended"},
+        needs={"max_length": "700"},
+        package=FIXTURES / "always-zero-mended",
+        tasks=FIXTURES / "always-zero-mended" / "tasks.jsonl",
+    ),
+)
+
+
 def all_runs() -> list[Watched]:
-    """The two plain ones, and one for each choice that something may depend on."""
+    """The plain ones, one for each choice that something may depend on, and those that are combined."""
     found = [Watched(name=kind.value, kind=kind) for kind in RunKind]
     plain = found[0].values()
     for parameter in describe():
@@ -97,7 +156,7 @@ def all_runs() -> list[Watched]:
         Watched(name=f"eval {name}={value}", kind=RunKind.EVAL, changes={name: value})
         for name, value in EVALUATION_SWITCHES.items()
     ]
-    return found
+    return [*found, *COMBINED]
 
 
 def watch(run: Watched) -> list[str]:
@@ -106,7 +165,8 @@ def watch(run: Watched) -> list[str]:
         folder = Path(name)
         command = [sys.executable, "-m", *(EXTERNAL_RUN if run.kind is RunKind.EXTERNAL else _command(run, folder))]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("TURNMILL_")}
-        environ |= {READS: str(folder), "PYTHONPATH": str(ROOT / "src")}
+        # The environments are the repository's own: they may be played where nothing can close a box, too.
+        environ |= {READS: str(folder), "PYTHONPATH": str(ROOT / "src"), "TURNMILL_UNSAFE_ENV": "1"}
         done = subprocess.run(
             command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
@@ -118,14 +178,16 @@ def watch(run: Watched) -> list[str]:
 
 def _command(run: Watched, folder: Path) -> list[str]:
     """Of a run as users start it, in `folder`."""
-    config = folder / "run.toml"
+    config, root = folder / "run.toml", folder / "root"
     config.write_text("".join(f"{key} = {_toml(key, value)}\n" for key, value in run.settings.items()))
-    held_out = str(assets.wordle_data("eval"))
+    if run.package is not None:
+        shutil.copytree(run.package, root / "custom-environments" / run.package.name)
+    held_out = str(run.tasks or assets.wordle_data("eval"))
     if run.kind is RunKind.TRAIN:
-        command = ["turnmill", "run", "--data", str(assets.wordle_data("train")), "--eval-data", held_out]
+        command = ["turnmill", "run", "--data", str(run.tasks or assets.wordle_data("train")), "--eval-data", held_out]
     else:
-        command = ["turnmill", "eval", "wordle-tiny", "--data", held_out]
-    return [*command, "--json", "--root", str(folder / "root"), "--config", str(config)]
+        command = ["turnmill", "eval", run.model, "--data", held_out]
+    return [*command, "--json", "--root", str(root), "--config", str(config)]
 
 
 def _counts(reader: str) -> bool:
@@ -142,8 +204,21 @@ def ways_of(name: str, found: Mapping[Watched, Collection[str]]) -> list[dict[st
     """In which ways runs read the parameter; `found` are those of one kind, the plain one first.
 
     Read by the plain run: always but with the choices that stop it. Not read by it: with each choice that brings it.
+    What is read with several choices alone comes on top, with all of them.
     """
-    plain, *others = found
+    plain, *others = [run for run in found if run not in COMBINED]
+    ways = _by_single_choices(name, plain, others, found)
+    told = Reads(name=name, ways={plain.kind: ways})
+    for run in found:
+        if run in COMBINED and name in found[run] and not told.is_read(run.kind, run.values()):
+            ways.append({changed: [state_of(changed, run.values()[changed])] for changed in run.changes})
+    return ways
+
+
+def _by_single_choices(
+    name: str, plain: Watched, others: Sequence[Watched], found: Mapping[Watched, Collection[str]]
+) -> list[dict[str, list[str]]]:
+    """The ways that `others` show, each of which differs from the plain run in one choice."""
     if name in found[plain]:
         way: dict[str, list[str]] = {}
         for run in others:
@@ -153,7 +228,7 @@ def ways_of(name: str, found: Mapping[Watched, Collection[str]]) -> list[dict[st
         for changed in way:
             states = [
                 state_of(changed, run.values()[changed])
-                for run in found
+                for run in (plain, *others)
                 if name in found[run] and (run is plain or changed in run.changes)
             ]
             way[changed] = list(dict.fromkeys(states))
@@ -168,9 +243,7 @@ def ways_of(name: str, found: Mapping[Watched, Collection[str]]) -> list[dict[st
 
 def table_of(found: Mapping[Watched, Collection[str]]) -> dict[str, dict[str, list[dict[str, list[str]]]]]:
     """The whole table."""
-    by_kind = {
-        kind: {run: names for run, names in found.items() if run.kind is kind} for kind in (RunKind.TRAIN, RunKind.EVAL)
-    }
+    by_kind = {kind: {run: names for run, names in found.items() if run.kind is kind} for kind in RunKind}
     return {
         parameter.name: {kind.value: ways_of(parameter.name, runs) for kind, runs in by_kind.items()}
         for parameter in describe()

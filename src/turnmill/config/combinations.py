@@ -101,8 +101,6 @@ RULES = (
 
 # Those that `algorithm_problems` looks at.
 ALGORITHM_PARAMETERS = (
-    "kl_refresh_steps",
-    "kl_coeff",
     "ppo_minibatches",
     "global_batch_size",
     "number_generation",
@@ -172,17 +170,11 @@ def algorithm_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> 
     def told(name: str) -> str:
         return f"{name} = {shown(values[name])} ({places[name]})"
 
-    problems = []
-    if values["kl_refresh_steps"] and not values["kl_coeff"]:
-        problems.append(
-            f"{told('kl_refresh_steps')} renews the reference of the KL term, which {told('kl_coeff')} leaves out: set "
-            "kl_coeff above 0, or kl_refresh_steps to 0"
-        )
     num_groups = values["global_batch_size"] // values["number_generation"]
-    if 0 < num_groups < values["ppo_minibatches"]:
-        problems.append(
-            f"{told('ppo_minibatches')} must not exceed the groups of a batch, which are {num_groups}, of "
-            f"{told('global_batch_size')} and {told('number_generation')}: an update is made on whole groups; set "
-            f"ppo_minibatches to at most {num_groups}"
-        )
-    return problems
+    if not 0 < num_groups < values["ppo_minibatches"]:
+        return []
+    return [
+        f"{told('ppo_minibatches')} must not exceed the groups of a batch, which are {num_groups}, of "
+        f"{told('global_batch_size')} and {told('number_generation')}: an update is made on whole groups; set "
+        f"ppo_minibatches to at most {num_groups}"
+    ]

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from turnmill.config import Config
 from turnmill.ports import RecordStore, Write
 from turnmill.records import (
     GONE_AFTER_S,
@@ -28,18 +29,17 @@ from turnmill.records import (
 logger = logging.getLogger(__name__)
 # A replica that has waited for its running calls for longer says so when it loads.
 _LONG_WAIT_S = 5.0
+# Of the versions proved last, at least, it is told that they were.
+_NUM_FINGERPRINTS = 8
 
 
 class Presence:
     """The status of one replica process."""
 
-    def __init__(
-        self, records: RecordStore, run_id: str, name: str, version: Version, *, num_fingerprints: int
-    ) -> None:
-        """`num_fingerprints`: of so many versions, the ones proved last, is told that they were."""
+    def __init__(self, records: RecordStore, run_id: str, name: str, version: Version, config: Config) -> None:
         self._records = records
         self._key = replica_key(run_id, name)
-        self._num_fingerprints = num_fingerprints
+        self._config = config
         self._status = ReplicaStatus(
             run_id=run_id,
             replica=name,
@@ -79,8 +79,9 @@ class Presence:
         before = self._status
         fingerprints = {key: value for key, value in before.fingerprints.items() if key != str(version)}
         fingerprints[str(version)] = fingerprint
-        for old in list(fingerprints)[: -self._num_fingerprints]:
-            del fingerprints[old]
+        if len(fingerprints) > _NUM_FINGERPRINTS:
+            for old in list(fingerprints)[: -max(_NUM_FINGERPRINTS, self._config.max_staleness + 2)]:
+                del fingerprints[old]
         await self._change(
             state=ReplicaState.SERVING,
             version=version,

@@ -57,8 +57,6 @@ _WAIT_S = 0.5
 _IDLE_S = 0.05
 # How long a replica that is told to end lets its running calls go on: less than launchers wait before they force it.
 _DRAIN_S = 5.0
-# Of the versions served last, at least.
-_NUM_FINGERPRINTS = 8
 
 
 async def run_replica(
@@ -134,13 +132,7 @@ class _Replica:
         self._engine = engine
         self._renderer = renderer
         self._stop = stop
-        self.presence = Presence(
-            ports.records,
-            run_id,
-            name,
-            engine.version,
-            num_fingerprints=max(_NUM_FINGERPRINTS, config.max_staleness + 2),
-        )
+        self.presence = Presence(ports.records, run_id, name, engine.version, config)
         self._swapper = Swapper(ports.weights, engine, self.presence)
         self._inbox: list[Leased] = []
         self._lease: asyncio.Task[list[Leased]] | None = None

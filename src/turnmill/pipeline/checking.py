@@ -55,6 +55,10 @@ def _doubts(ctx: StageContext, result: Mapping[str, Any]) -> list[str]:
     held_out = result.get("eval_data")
     if held_out is None and ctx.config.promotion == "better":
         doubts.append('promotion = "better" and there are no held-out tasks: what is trained will not be published')
+    if held_out is None and ctx.config.val_every:
+        doubts.append(
+            f"val_every = {ctx.config.val_every} and there are no held-out tasks: nothing is evaluated while it trains"
+        )
     if held_out is not None and held_out.get("digest") == result["data"].get("digest"):
         doubts.append(f"{held_out['path']} holds the training data: what is measured on it is memory")
     return doubts

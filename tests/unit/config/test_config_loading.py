@@ -289,11 +289,6 @@ COMBINATIONS: list[tuple[Mapping[str, Any], str]] = [
         "a mean is never larger than the maximum; set audit_max_tolerance to at least 0.01 as well",
     ),
     (
-        {"kl_refresh_steps": 5},
-        "kl_refresh_steps = 5 (--kl-refresh-steps) renews the reference of the KL term, which kl_coeff = 0 (default) "
-        "leaves out: set kl_coeff above 0, or kl_refresh_steps to 0",
-    ),
-    (
         {"ppo_minibatches": 9},
         "ppo_minibatches = 9 (--ppo-minibatches) must not exceed the groups of a batch, which are 8, of "
         "global_batch_size = 64 (default) and number_generation = 8 (default): an update is made on whole groups; set "

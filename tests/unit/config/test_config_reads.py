@@ -1,10 +1,12 @@
 """Parameters that nothing reads: the table made from real runs, its check at load, and how the runs are watched."""
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,56 @@ def problem(kind: RunKind = RunKind.TRAIN, *, file: Path | None = None, **flags:
 def test_the_table_has_an_entry_for_every_parameter_and_no_other() -> None:
     """A new one: make the table anew with scripts/generate_reads.py."""
     assert list(reads()) == [name for name in parameter_names() if name not in ENVIRONMENT_PARAMETERS]
+
+
+def test_every_parameter_is_read_by_some_run_that_was_watched() -> None:
+    """Else nothing could be said about it: scripts/generate_reads.py needs a run in which it does something."""
+    assert not [name for name, entry in reads().items() if not entry.is_known]
+
+
+# With what each is read in a training run; all others are read in every one.
+CONDITIONS: list[tuple[dict[str, str], dict[str, str]]] = [
+    ({"age_tolerance": "1"}, {"rollout_strategy": "off_policy_async"}),
+    ({"curriculum_low": "0.2"}, {"curriculum": "pass_rate"}),
+    ({"curriculum_high": "0.8"}, {"curriculum": "pass_rate"}),
+    ({"curriculum_revisit": "2"}, {"curriculum": "pass_rate"}),
+    ({"gamma": "0.9"}, {"advantage_method": "group_based_per_turn"}),
+    ({"clip_ratio_low": "0.1"}, {"loss_fn": "gspo"}),
+    ({"clip_ratio_high": "0.1"}, {"loss_fn": "cispo"}),
+    ({"kl_refresh_steps": "5"}, {"kl_coeff": "0.1"}),
+    ({"mismatch_cap": "4"}, {"mismatch_correction": "token_mask"}),
+    ({"min_lr": "1e-8"}, {"lr_schedule": "linear"}),
+    ({"lora_rank": "8"}, {"training_method": "RFT_MULTITURN_LORA"}),
+    ({"lora_alpha": "8"}, {"training_method": "RFT_MULTITURN_LORA"}),
+    ({"lora_targets": "q_proj"}, {"training_method": "RFT_MULTITURN_LORA"}),
+    ({"loraplus_lr_ratio": "4"}, {"training_method": "RFT_MULTITURN_LORA"}),
+    ({"ignore_baseline": "true"}, {"baseline_rollouts": "8"}),
+    ({"val_rollouts": "8"}, {"val_every": "2"}),
+]
+# Of the same parameters, where their default is no choice that leaves the other unread.
+WITHOUT = {
+    "clip_ratio_low": {"loss_fn": "importance_sampling"},
+    "clip_ratio_high": {"loss_fn": "importance_sampling"},
+    "min_lr": {"lr_schedule": "constant"},
+    "ignore_baseline": {"baseline_rollouts": "0"},
+}
+
+
+@pytest.mark.parametrize(("given", "condition"), CONDITIONS)
+def test_a_parameter_is_read_with_the_choice_that_it_is_about_and_an_error_without(
+    given: Mapping[str, str], condition: Mapping[str, str]
+) -> None:
+    load_config(flags={**given, **condition}, kind=RunKind.TRAIN)
+    (name,), (other,) = given, condition
+    flags: dict[str, Any] = {**given, **WITHOUT.get(name, {})}
+    text = problem(**flags)
+    assert f"{name} = " in text and f" would do nothing: it is read with {other} " in text
+
+
+def test_no_other_parameter_of_a_training_run_has_a_condition() -> None:
+    """But `baseline_max_rollouts`, without a baseline: who sets that to 0 may set what a rule compares it with."""
+    found = {name for name, entry in reads().items() if entry.text(RunKind.TRAIN)}
+    assert found == {name for given, _ in CONDITIONS for name in given} | {"baseline_max_rollouts"}
 
 
 def test_the_conditions_of_the_table_name_choices_that_exist() -> None:
@@ -91,7 +143,7 @@ def test_which_environment_is_played_has_rules_of_its_own() -> None:
 
 def test_an_evaluation_reads_less() -> None:
     assert {"max_length", "eval_rollouts", "val_temperature"} <= parameters_of(RunKind.EVAL)
-    assert not {"lr", "max_steps", "curriculum", "temperature"} & parameters_of(RunKind.EVAL)
+    assert not {"lr", "max_steps", "curriculum", "temperature", "rollout_strategy"} & parameters_of(RunKind.EVAL)
 
 
 def test_what_a_rule_compares_with_a_parameter_that_counts_may_be_set() -> None:
@@ -152,6 +204,30 @@ def test_a_choice_brings_more_reads(tmp_path: Path) -> None:
 
 def test_without_being_told_nothing_is_recorded() -> None:
     assert type(load_config().config) is Config is type(from_dict(to_dict(Config())))
+
+
+def test_what_is_read_with_several_choices_alone_is_told_with_all_of_them() -> None:
+    script = runpy.run_path(str(SCRIPT))
+    watched, ways_of = script["Watched"], script["ways_of"]
+    plain = watched(name="train")
+    adapter = watched(name="adapter", changes={"training_method": "RFT_MULTITURN_LORA"})
+    asynchronous = watched(name="async", changes={"rollout_strategy": "off_policy_async"})
+    both = next(run for run in script["COMBINED"] if run.changes == {**adapter.changes, **asynchronous.changes})
+
+    def ways(*readers: object) -> object:
+        found = {run: ["gamma"] if run in readers else [] for run in (plain, adapter, asynchronous, both)}
+        return ways_of("gamma", found)
+
+    asynchronous_way = {"rollout_strategy": ["off_policy_async"]}
+    assert ways() == []
+    assert ways(plain, adapter, asynchronous, both) == [{}]
+    assert ways(plain, adapter) == [{"rollout_strategy": ["on_policy_sync"]}]
+    assert ways(asynchronous, both) == [asynchronous_way]
+    assert ways(both) == [{"training_method": ["RFT_MULTITURN_LORA"], **asynchronous_way}]
+    assert ways(plain, adapter, both) == [
+        {"rollout_strategy": ["on_policy_sync"]},
+        {"training_method": ["RFT_MULTITURN_LORA"], **asynchronous_way},
+    ]
 
 
 @pytest.mark.slow
