@@ -198,6 +198,7 @@ class Trainer:
         if self.is_scored:
             batch = self._scored(batch, threads)
         self._add(batch, self._sums, threads, self._sums.audit, after)
+        self._sums.add_given(groups)
 
     def abandon(self) -> None:
         """Forget the gradients of the step to come."""
@@ -230,6 +231,7 @@ class Trainer:
         rated = rate(self._held.groups, config)
         cuts = [minibatch(part, config, self._held.version) for part in cut(rated, config.ppo_minibatches)]
         whole = Sums()
+        whole.add_given(self._held.groups)
         for batch in cuts:
             whole.add_all(batch)
         self._check(whole)
@@ -260,11 +262,13 @@ class Trainer:
                 "drawn greedily or from a truncated support are never trained, and of several choices (`n`) only those "
                 f"that the conversation went on from{hint}"
             )
-        if self.config.advantage_method == advantages.PER_TURN and not sums.num_with_turn_rewards:
+        # Of a later batch it says nothing of the environment: where turns seldom earn something, there may be none.
+        is_first = self.num_steps == 0
+        if is_first and self.config.advantage_method == advantages.PER_TURN and not sums.has_turn_rewards:
             raise InvalidInput(
                 f"advantage_method = {advantages.PER_TURN} compares the rewards of single turns, and the environment "
-                f"gave none in all {sums.num_samples} conversations of this batch: have it report turn_rewards, or set "
-                "advantage_method = group_based"
+                "gave none in all conversations of the first batch: have it report turn_rewards (0 where a turn earned "
+                "nothing), or set advantage_method = group_based"
             )
 
     # ------------------------------------------------------------ passes
