@@ -312,8 +312,10 @@ class Trainer:
             after()
             for done in chain(first, made):
                 for parameter, gradient in zip(parameters, done.gradients, strict=True):
-                    if gradient is not None:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    if gradient is None:
+                        continue
+                    known = parameter.grad
+                    parameter.grad = _laid_out(gradient, parameter) if known is None else known.add_(gradient)
                 if audit is not None:
                     _audit(audit, batch, done)
                 sums.add_pass(done.batch, done.terms)
@@ -375,6 +377,14 @@ class Trainer:
             num_updates=len(updates),
             padding=sum(update.sums.num_padding for update in updates) / num_positions,
         )
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient in the strides of its parameter: the fused optimizer takes both as they lie in memory.
+
+    `Tensor.backward` sees to that, `autograd.grad` does not: where a model uses a weight transposed, they differ.
+    """
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def _audit(audit: TokenAudit, minibatch: Minibatch, done: Scores) -> None:
