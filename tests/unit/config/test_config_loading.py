@@ -325,7 +325,7 @@ def test_the_deadlines_of_a_run_are_ordered_whether_or_not_the_watchdog_s_is_set
 def test_a_limit_of_zero_is_compared_like_any_other() -> None:
     config = load_config(flags={"baseline_rollouts": 0, "baseline_max_rollouts": 0}).config
     assert (config.baseline_rollouts, config.baseline_max_rollouts) == (0, 0)
-    with pytest.raises(ConfigError, match="baseline_rollouts = 64 .* must not exceed baseline_max_rollouts = 0"):
+    with pytest.raises(ConfigError, match=r"baseline_rollouts = 64 .* must not exceed baseline_max_rollouts = 0"):
         load_config(flags={"baseline_max_rollouts": 0})
 
 
