@@ -202,7 +202,7 @@ def test_gradients_that_lie_otherwise_in_memory_make_the_same_step(trainer_of: T
     for parameter in trainer.policy.parameters():
         if parameter.ndim == 2:
             # As the gradient of a weight comes that the model uses transposed.
-            parameter.register_hook(lambda gradient: gradient.t().contiguous().t())
+            parameter.register_hook(lambda gradient: gradient.t().contiguous().t())  # type: ignore[no-untyped-call]
     groups = make_groups(plain)
     assert trainer.step(groups) == plain.step(groups)
     assert trainer.fingerprint() == plain.fingerprint()
