@@ -1,7 +1,8 @@
 """Parameters that only fit together: one table of relations, and the messages for those that do not hold."""
 
+import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,13 @@ from turnmill.records import MIN_TEMPERATURE
 
 # An id becomes the name of a folder and of a module.
 _ENV_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+_HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "%": lambda left, right: left % right == 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +42,7 @@ class Rule:
         left, right = values[self.left], values[self.right]
         if self.is_zero_derived and 0 in (left, right):
             return None
-        holds = {"<": left < right, "<=": left <= right, "%": left % right == 0}[self.relation]
-        if holds:
+        if _HOLDS[self.relation](left, right):
             return None
         words = {"<": "must be less than", "<=": "must not exceed", "%": "must be a multiple of"}[self.relation]
         sides = [f"{key} = {shown(values[key])} ({places[key]})" for key in (self.left, self.right)]

@@ -12,8 +12,10 @@ from turnmill.records import RunKind
 # Weights are stored as 32-bit floats; beside them a checkpoint has the two moments of AdamW.
 _BYTES_PER_PARAMETER = 4
 _COPIES_IN_CHECKPOINT = 3
-# Weight versions that are there at once: the base, the last two, and the one that is being written.
-_NUM_VERSIONS = 4
+# Weight versions that are there at once: the base, the one that is being written, and the last ones: these two, or off
+# policy all those whose tokens may be trained.
+_NUM_OTHER_VERSIONS = 2
+_NUM_LAST_VERSIONS = 2
 # Beside the last checkpoints: the best one, the one that is being written, and the final weights.
 _NUM_OTHER_CHECKPOINTS = 2
 # Headers of safetensors files are refused by its own library beyond this.
@@ -42,8 +44,11 @@ def bytes_to_keep(config: Config, kind: RunKind, parameters: int, trained: int) 
         return whole
     num_saved = math.ceil(config.max_steps / config.save_steps)
     num_checkpoints = min(num_saved, config.save_top_k + _NUM_OTHER_CHECKPOINTS)
+    # A renewed reference of the KL term is in the checkpoints too.
+    num_copies = _COPIES_IN_CHECKPOINT + (config.kl_coeff > 0 and config.kl_refresh_steps > 0)
+    num_versions = _NUM_OTHER_VERSIONS + max(_NUM_LAST_VERSIONS, config.max_staleness + 1)
     # The final weights are a folder of their own.
-    return weights * (_NUM_VERSIONS + num_checkpoints * _COPIES_IN_CHECKPOINT) + whole
+    return weights * (num_versions + num_checkpoints * num_copies) + whole
 
 
 def shown(num_bytes: float) -> str:

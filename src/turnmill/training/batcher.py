@@ -9,7 +9,9 @@ decided, so a short conversation is never favoured. Everything else follows from
   `number_generation` times a group; then the group is abandoned and its samples are dropped as surplus: they were
   played well, but no batch has a place for an incomplete group.
 - A group whose rewards are all equal (those of single turns too, where they are compared) has no signal: it is dropped
-  and the next task in data order takes its place, at most `max_refill_rounds` times the groups of a batch.
+  and the next task in data order takes its place, at most `max_refill_rounds` times the groups of a batch. What counts
+  are the rewards that advantages come from: with `overlong` conversations that filled `max_length` may be left out of
+  them, and a group of which none is trained has no signal either.
 - On policy, at most `global_batch_size` samples are in flight. Free slots draw replacements before they are known to be
   needed, as many as the share of groups with signal so far lets expect. (Drawing fewer or more than expected was slower
   in simulations of easy, mixed and hard tasks: the former waits longer, the latter plays more surplus.)
@@ -22,11 +24,11 @@ decided, so a short conversation is never favoured. Everything else follows from
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 
 from turnmill.config import Config
 from turnmill.records import DropReason, Progress, Task
+from turnmill.training.group import Group, GroupState
 from turnmill.training.slots import latest_steps
 from turnmill.training.task_order import order_of
 from turnmill.training.task_statistics import TaskTable, outcome_of
@@ -69,49 +71,6 @@ class Closed:
     drops: tuple[Drop, ...]
 
 
-class _State(Enum):
-    UNDECIDED = auto()
-    SIGNAL = auto()
-    NO_SIGNAL = auto()
-    ABANDONED = auto()
-
-
-@dataclass(kw_only=True)
-class _Group:
-    """One drawn group."""
-
-    group_id: str
-    task: Task
-    # In the data.
-    position: int
-    state: _State = _State.UNDECIDED
-    # Drawn, and not told its sample id yet.
-    num_unbound: int = 0
-    # Sample ids in the order in which they were drawn; those of replaced samples too.
-    sample_ids: list[str] = field(default_factory=list)
-    open_ids: set[str] = field(default_factory=set)
-    rewards: dict[str, float] = field(default_factory=dict)
-    num_replaced: int = 0
-    # Of samples with a reward, where single turns are compared too: what they earned, without zeros at the end.
-    turn_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    num_stale: int = 0
-    # Of the samples with a reward: what each earned by itself, and how many were cut off at `max_length`.
-    own_rewards: list[float] = field(default_factory=list)
-    num_truncated: int = 0
-
-    @property
-    def valid_ids(self) -> tuple[str, ...]:
-        return tuple(sample_id for sample_id in self.sample_ids if sample_id in self.rewards)
-
-    @property
-    def num_in_flight(self) -> int:
-        return self.num_unbound + len(self.open_ids)
-
-    @property
-    def is_mixed(self) -> bool:
-        return len({(reward, self.turn_rewards.get(sample_id)) for sample_id, reward in self.rewards.items()}) > 1
-
-
 class BatchBuilder:
     """Collects one batch after another; the same ends in the same order give the same draws, drops and batches."""
 
@@ -132,6 +91,7 @@ class BatchBuilder:
         self._num_slots = config.global_batch_size * (config.max_staleness + 1)
         self._max_groups = self._groups_wanted * (1 + config.max_refill_rounds)
         self._threshold = config.success_threshold
+        self._is_masking, self._is_dropping = config.overlong == "mask", config.overlong == "drop"
         self._table = table or TaskTable()
         self._order = order_of(config, tasks, self._table.statistics)
         self.useless = UselessGroups(config)
@@ -143,8 +103,8 @@ class BatchBuilder:
         self._horizon = step - 1
         # Position in the data from which the batch being collected draws: right behind the last group taken.
         self.position = progress.position
-        self._groups: list[_Group] = []
-        self._group_of: dict[str, _Group] = {}
+        self._groups: list[Group] = []
+        self._group_of: dict[str, Group] = {}
         # Open samples that no batch has a place for any more.
         self.leaving: set[str] = set()
         self._seen_signal = progress.seen_signal
@@ -178,7 +138,7 @@ class BatchBuilder:
                     break
                 self._open_group()
             group = self._groups[index]
-            if group.state is _State.UNDECIDED:
+            if group.state is GroupState.UNDECIDED:
                 num = min(free, self._size - len(group.rewards) - group.num_in_flight)
                 draws += [Draw(task=group.task, group_id=group.group_id)] * num
                 group.num_unbound += num
@@ -199,15 +159,15 @@ class BatchBuilder:
     def _open_group(self) -> None:
         turn = self._order.turn(self._groups[-1].position + 1 if self._groups else self.position)
         group_id = f"{self._prefix}{self._num_drawn}"
-        self._groups.append(_Group(group_id=group_id, task=turn.task, position=turn.position))
+        self._groups.append(Group(group_id=group_id, task=turn.task, position=turn.position))
         self._num_drawn += 1
 
     def _wants_group(self) -> bool:
         """Off policy, whether there are slots for one; on policy, whether those drawn are likely to fall short."""
         if self._is_async:
             return self._latest_steps()[-1] <= self._horizon
-        num_signal = sum(group.state is _State.SIGNAL for group in self._groups)
-        expected = sum(self._chance(group) for group in self._groups if group.state is _State.UNDECIDED)
+        num_signal = sum(group.state is GroupState.SIGNAL for group in self._groups)
+        expected = sum(self._chance(group) for group in self._groups if group.state is GroupState.UNDECIDED)
         return len(self._groups) < self._max_groups and num_signal + expected < self._groups_wanted
 
     # ------------------------------------------------------------ which step
@@ -242,10 +202,10 @@ class BatchBuilder:
         if not self._is_async:
             # A batch that closes leaves none behind.
             return [self.step] * (len(self._groups) + 1)
-        may_have_signal = [group.state in (_State.UNDECIDED, _State.SIGNAL) for group in self._groups]
+        may_have_signal = [group.state in (GroupState.UNDECIDED, GroupState.SIGNAL) for group in self._groups]
         return latest_steps(may_have_signal, step=self.step, wanted=self._groups_wanted, most=self._max_groups)
 
-    def _chance(self, group: _Group) -> float:
+    def _chance(self, group: Group) -> float:
         """Chance that an undecided group has signal; certain once two rewards differ, fading while all are equal."""
         if group.is_mixed:
             return 1.0
@@ -286,13 +246,17 @@ class BatchBuilder:
             group.num_stale += stale
             group.num_replaced += 1
             if group.num_replaced > self._size:
-                drops += self._decide(group, _State.ABANDONED)
+                drops += self._decide(group, GroupState.ABANDONED)
             return drops
         group.rewards[sample_id] = reward
         group.own_rewards.append(reward if own_reward is None else own_reward)
         group.num_truncated += is_truncated
+        if is_truncated and (self._is_masking or self._is_dropping):
+            group.untrained_ids.add(sample_id)
+        if is_truncated and self._is_dropping:
+            group.uncompared_ids.add(sample_id)
         if len(group.rewards) == self._size:
-            drops += self._decide(group, _State.SIGNAL if group.is_mixed else _State.NO_SIGNAL)
+            drops += self._decide(group, GroupState.SIGNAL if group.is_mixed else GroupState.NO_SIGNAL)
         return drops
 
     def leave(self, sample_id: str, reward: float | None) -> list[Drop]:
@@ -300,19 +264,19 @@ class BatchBuilder:
         self.leaving.remove(sample_id)
         return [] if reward is None else [Drop(sample_id=sample_id, reason=DropReason.SURPLUS)]
 
-    def _decide(self, group: _Group, state: _State) -> list[Drop]:
+    def _decide(self, group: Group, state: GroupState) -> list[Drop]:
         group.state = state
         self._note(group)
-        if state is not _State.ABANDONED:
+        if state is not GroupState.ABANDONED:
             forget = 1 - 1 / _MEMORY_GROUPS
-            self._seen_signal = self._seen_signal * forget + (state is _State.SIGNAL)
+            self._seen_signal = self._seen_signal * forget + (state is GroupState.SIGNAL)
             self._seen_groups = self._seen_groups * forget + 1
-        if state is _State.SIGNAL:
+        if state is GroupState.SIGNAL:
             return []
-        reason = DropReason.NO_SIGNAL if state is _State.NO_SIGNAL else DropReason.SURPLUS
+        reason = DropReason.NO_SIGNAL if state is GroupState.NO_SIGNAL else DropReason.SURPLUS
         return self._release(group, reason)
 
-    def _note(self, group: _Group) -> None:
+    def _note(self, group: Group) -> None:
         """What a decided group says of its task."""
         outcome = outcome_of(
             group.task.id,
@@ -321,12 +285,12 @@ class BatchBuilder:
             num_invalid=group.num_replaced - group.num_stale,
             num_truncated=group.num_truncated,
             threshold=self._threshold,
-            has_signal=None if group.state is _State.ABANDONED else group.state is _State.SIGNAL,
+            has_signal=None if group.state is GroupState.ABANDONED else group.state is GroupState.SIGNAL,
         )
         self._table.note(outcome)
         self.useless.count(outcome)
 
-    def _release(self, group: _Group, reason: DropReason) -> list[Drop]:
+    def _release(self, group: Group, reason: DropReason) -> list[Drop]:
         """Drop the group's valid samples and let the open ones leave; invalid and stale ones are accounted for."""
         self.leaving |= group.open_ids
         group.open_ids.clear()
@@ -343,9 +307,9 @@ class BatchBuilder:
         """How many groups, in order, it takes to decide the batch; None while it is open."""
         num_signal = 0
         for index, group in enumerate(self._groups[: self._max_groups]):
-            if group.state is _State.UNDECIDED:
+            if group.state is GroupState.UNDECIDED:
                 return None
-            num_signal += group.state is _State.SIGNAL
+            num_signal += group.state is GroupState.SIGNAL
             if num_signal == self._groups_wanted:
                 return index + 1
         return self._max_groups if len(self._groups) >= self._max_groups else None
@@ -355,9 +319,9 @@ class BatchBuilder:
         """The groups that will be in the batch whatever comes: with signal, and all drawn before them decided."""
         found: list[tuple[str, ...]] = []
         for group in self._groups[: self._max_groups]:
-            if group.state is _State.UNDECIDED or len(found) == self._groups_wanted:
+            if group.state is GroupState.UNDECIDED or len(found) == self._groups_wanted:
                 break
-            if group.state is _State.SIGNAL:
+            if group.state is GroupState.SIGNAL:
                 found.append(group.valid_ids)
         return found
 
@@ -370,7 +334,7 @@ class BatchBuilder:
         given_up, self._groups = ([], rest) if self._is_async else (rest, [])
         closed = Closed(
             step=self.step,
-            groups=tuple(group.valid_ids for group in considered if group.state is _State.SIGNAL),
+            groups=tuple(group.valid_ids for group in considered if group.state is GroupState.SIGNAL),
             drops=tuple(drop for group in given_up for drop in self._give_up(group, DropReason.SURPLUS)),
         )
         self.position = considered[-1].position + 1
@@ -389,8 +353,8 @@ class BatchBuilder:
         self._table.forget()
         return drops
 
-    def _give_up(self, group: _Group, reason: DropReason) -> list[Drop]:
+    def _give_up(self, group: Group, reason: DropReason) -> list[Drop]:
         """Drops of a group outside the batch; without signal or abandoned, they were dropped when it was decided."""
-        if group.state in (_State.UNDECIDED, _State.SIGNAL):
+        if group.state in (GroupState.UNDECIDED, GroupState.SIGNAL):
             return self._release(group, reason)
         return []

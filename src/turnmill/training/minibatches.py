@@ -46,8 +46,6 @@ class Minibatch:
     # Groups that were looked at, and samples with trained tokens.
     num_groups: int
     num_samples: int
-    # Of the samples: how many came with rewards of single turns.
-    num_with_turn_rewards: int
     advantages_k: Tensor
     # See `aggregation`; None: all 1.
     weights_k: Tensor | None
@@ -118,7 +116,6 @@ def minibatch(groups: Sequence[Sequence[Rated]], config: Config, version: str | 
         starts=[0, *accumulate(of_rows)][: len(rows)],
         num_groups=len(groups),
         num_samples=len(samples),
-        num_with_turn_rewards=sum(bool(rated.sample.turn_rewards) for rated in samples),
         advantages_k=torch.cat([torch.zeros(0), *map(_token_advantages, samples)]).float(),
         weights_k=None if weights_s is None else weights_s.float().repeat_interleave(lengths_s),
         samples_k=torch.arange(len(samples)).repeat_interleave(lengths_s),

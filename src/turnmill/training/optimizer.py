@@ -20,8 +20,8 @@ _RATIO = "lr_ratio"
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.Optimizer:
     """AdamW (arXiv:1711.05101) over the policy's trained parameters, at the run's peak learning rate.
 
-    With `loraplus_lr_ratio`, the B matrices of an adapter learn by so much faster than the others: LoRA+
-    (arXiv:2402.12354), equation 4.
+    With `loraplus_lr_ratio`, the B matrices of an adapter learn by so much faster than the others: it is the lambda of
+    LoRA+ (arXiv:2402.12354).
     """
     groups: list[dict[str, Any]] = [{"params": policy.parameters()}]
     if policy.lora is not None and config.loraplus_lr_ratio != 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 from turnmill.training.algorithms.objective import LossTerms
 from turnmill.training.audit import TokenAudit
 from turnmill.training.microbatches import MicroBatch
-from turnmill.training.minibatches import Minibatch
+from turnmill.training.minibatches import Groups, Minibatch
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,8 @@ class Sums:
     terms: list[LossTerms] = field(default_factory=list)
     num_groups: int = 0
     num_samples: int = 0
-    num_with_turn_rewards: int = 0
+    # Whether any conversation that was given, trained or not, came with rewards of single turns.
+    has_turn_rewards: bool = False
     num_rows: int = 0
     num_tokens: int = 0
     # Of the passes, padding included, and how many of them are padding.
@@ -35,11 +36,14 @@ class Sums:
         self.num_positions += len(batch.ids_m)
         self.num_padding += batch.num_padding
 
+    def add_given(self, groups: Groups) -> None:
+        """What is told of all samples of the groups, those that are not trained included."""
+        self.has_turn_rewards |= any(sample.turn_rewards for group in groups for sample in group)
+
     def add_all(self, minibatch: Minibatch) -> None:
         """What is known without passes."""
         self.num_groups += minibatch.num_groups
         self.num_samples += minibatch.num_samples
-        self.num_with_turn_rewards += minibatch.num_with_turn_rewards
         self.num_rows += len(minibatch.rows)
         self.num_tokens += minibatch.num_tokens
 

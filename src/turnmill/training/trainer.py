@@ -198,6 +198,7 @@ class Trainer:
         if self.is_scored:
             batch = self._scored(batch, threads)
         self._add(batch, self._sums, threads, self._sums.audit, after)
+        self._sums.add_given(groups)
 
     def abandon(self) -> None:
         """Forget the gradients of the step to come."""
@@ -230,6 +231,7 @@ class Trainer:
         rated = rate(self._held.groups, config)
         cuts = [minibatch(part, config, self._held.version) for part in cut(rated, config.ppo_minibatches)]
         whole = Sums()
+        whole.add_given(self._held.groups)
         for batch in cuts:
             whole.add_all(batch)
         self._check(whole)
@@ -260,11 +262,13 @@ class Trainer:
                 "drawn greedily or from a truncated support are never trained, and of several choices (`n`) only those "
                 f"that the conversation went on from{hint}"
             )
-        if self.config.advantage_method == advantages.PER_TURN and not sums.num_with_turn_rewards:
+        # Of a later batch it says nothing of the environment: where turns seldom earn something, there may be none.
+        is_first = self.num_steps == 0
+        if is_first and self.config.advantage_method == advantages.PER_TURN and not sums.has_turn_rewards:
             raise InvalidInput(
                 f"advantage_method = {advantages.PER_TURN} compares the rewards of single turns, and the environment "
-                f"gave none in all {sums.num_samples} conversations of this batch: have it report turn_rewards, or set "
-                "advantage_method = group_based"
+                "gave none in all conversations of the first batch: have it report turn_rewards (0 where a turn earned "
+                "nothing), or set advantage_method = group_based"
             )
 
     # ------------------------------------------------------------ passes
@@ -308,8 +312,10 @@ class Trainer:
             after()
             for done in chain(first, made):
                 for parameter, gradient in zip(parameters, done.gradients, strict=True):
-                    if gradient is not None:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    if gradient is None:
+                        continue
+                    known = parameter.grad
+                    parameter.grad = _laid_out(gradient, parameter) if known is None else known.add_(gradient)
                 if audit is not None:
                     _audit(audit, batch, done)
                 sums.add_pass(done.batch, done.terms)
@@ -371,6 +377,14 @@ class Trainer:
             num_updates=len(updates),
             padding=sum(update.sums.num_padding for update in updates) / num_positions,
         )
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient in the strides of its parameter: the fused optimizer takes both as they lie in memory.
+
+    `Tensor.backward` sees to that, `autograd.grad` does not: where a model uses a weight transposed, they differ.
+    """
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def _audit(audit: TokenAudit, minibatch: Minibatch, done: Scores) -> None:

@@ -38,13 +38,16 @@ class UselessGroups:
 
     def diagnosis(self, last_invalid: str) -> str:
         """What they have in common, and what helps: a sentence for each case that there is, with its numbers."""
-        failed = [one for one in self._row if one.has_signal is False and one.num_passed == 0]
-        passed = [one for one in self._row if one.has_signal is False and one.num_passed == one.num_valid]
+        overlong = [one for one in self._row if self._is_overlong(one)]
+        equal = [one for one in self._row if one.has_signal is False and not self._is_overlong(one)]
+        failed = [one for one in equal if one.num_passed == 0]
+        passed = [one for one in equal if one.num_passed == one.num_valid]
         sentences = [
             self._failed(failed) if failed else "",
             self._passed(passed) if passed else "",
             self._mixed(failed, passed) if failed and passed else "",
-            self._other(len(self._row), len(failed), len(passed)),
+            self._left_out(overlong) if overlong else "",
+            self._other(len(equal) - len(failed) - len(passed)),
             self._truncated(),
             self._invalid(last_invalid),
         ]
@@ -76,9 +79,18 @@ class UselessGroups:
             sentence += "; curriculum = pass_rate passes over tasks whose outcome is known"
         return f"{sentence}."
 
-    def _other(self, num_all: int, num_failed: int, num_passed: int) -> str:
+    def _is_overlong(self, outcome: TaskOutcome) -> bool:
+        """Whether what was cut off, and is not trained for that, may be why the group has no signal."""
+        return outcome.has_signal is False and self._config.overlong != "score" and outcome.num_truncated > 0
+
+    def _left_out(self, overlong: Collection[TaskOutcome]) -> str:
+        return (
+            f"In {_groups(overlong)} conversations were cut off, which overlong = {self._config.overlong} does not "
+            f"train, and the others do not differ, or there are none: {_tasks(overlong)}."
+        )
+
+    def _other(self, num_equal: int) -> str:
         num_abandoned = sum(one.has_signal is None for one in self._row)
-        num_equal = num_all - num_failed - num_passed - num_abandoned
         found = []
         if num_abandoned:
             found.append(f"{num_abandoned} were given up, because too many of their rollouts were invalid")

@@ -322,6 +322,13 @@ def test_the_deadlines_of_a_run_are_ordered_whether_or_not_the_watchdog_s_is_set
     assert POLL_INTERVAL_S < 1
 
 
+def test_a_limit_of_zero_is_compared_like_any_other() -> None:
+    config = load_config(flags={"baseline_rollouts": 0, "baseline_max_rollouts": 0}).config
+    assert (config.baseline_rollouts, config.baseline_max_rollouts) == (0, 0)
+    with pytest.raises(ConfigError, match=r"baseline_rollouts = 64 .* must not exceed baseline_max_rollouts = 0"):
+        load_config(flags={"baseline_max_rollouts": 0})
+
+
 def test_a_value_from_the_recipe_counts_as_not_chosen_by_the_user(tmp_path: Path) -> None:
     recipe = write(tmp_path / "recipe.toml", "max_length = 160\nmax_new_tokens = 8\n")
     with pytest.raises(

@@ -194,6 +194,9 @@ def test_the_estimate_counts_versions_and_checkpoints() -> None:
     assert bytes_to_keep(config, RunKind.EVAL, 10, 10) == 40
     # Of an adapter of four parameters, versions and checkpoints hold those; the final weights are merged.
     assert bytes_to_keep(config, RunKind.TRAIN, 10, 4) == 16 * (4 + 7 * 3) + 40
+    # Off policy more versions are kept, and a renewed reference is a part of each checkpoint.
+    ahead = replace(config, rollout_strategy="off_policy_async", age_tolerance=4, kl_coeff=0.1, kl_refresh_steps=5)
+    assert bytes_to_keep(ahead, RunKind.TRAIN, 10, 10) == 40 * (7 + 7 * 4 + 1)
     assert shown(40) == "40 B" and shown(1536) == "1.5 KiB" and shown(3 * 2**40) == "3.0 TiB"
 
 

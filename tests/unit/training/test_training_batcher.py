@@ -44,13 +44,13 @@ class Table:
         assert self.builder.num_in_flight == len(self.open) <= self.config.global_batch_size
         return ids
 
-    def end(self, sample_id: str, reward: float | None, *, stale: bool = False) -> None:
+    def end(self, sample_id: str, reward: float | None, *, stale: bool = False, is_truncated: bool = False) -> None:
         self.rewards[sample_id] = reward
         self.open.remove(sample_id)
-        leaving = sample_id in self.builder.leaving
-        self.book(
-            self.builder.leave(sample_id, reward) if leaving else self.builder.end(sample_id, reward, stale=stale)
-        )
+        if sample_id in self.builder.leaving:
+            self.book(self.builder.leave(sample_id, reward))
+        else:
+            self.book(self.builder.end(sample_id, reward, stale=stale, is_truncated=is_truncated))
 
     def book(self, drops: Sequence[Drop]) -> None:
         for drop in drops:
@@ -144,6 +144,35 @@ def test_rewards_of_turns_that_differ_are_signal_too(
     for sample_id, rewards in zip(first, turns, strict=True):
         table.builder.tell_turns(sample_id, rewards)
         table.end(sample_id, 0.5)
+    assert {table.fate.get(sample_id) for sample_id in first} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("overlong", "rewards", "cut_off", "expected"),
+    [
+        # All that are trained earned the same, or nothing is left of the group.
+        ("drop", [1.0, 0.0, 0.0, 0.0], [0], DropReason.NO_SIGNAL),
+        ("drop", [1.0, 0.0, 0.0, 0.0], [1, 2, 3], DropReason.NO_SIGNAL),
+        ("drop", [1.0, 0.0, 1.0, 0.0], [0, 1, 2, 3], DropReason.NO_SIGNAL),
+        ("drop", [1.0, 0.0, 0.0, 0.0], [3], None),
+        # Compared with them, the others were better.
+        ("mask", [1.0, 0.0, 0.0, 0.0], [1, 2, 3], None),
+        ("mask", [1.0, 0.0, 1.0, 0.0], [0, 1, 2, 3], DropReason.NO_SIGNAL),
+        ("score", [1.0, 0.0, 1.0, 0.0], [0, 1, 2, 3], None),
+    ],
+)
+def test_what_is_not_trained_because_it_filled_its_length_is_no_signal(
+    small_config: Config,
+    tasks: list[Task],
+    overlong: str,
+    rewards: list[float],
+    cut_off: list[int],
+    expected: DropReason | None,
+) -> None:
+    table = Table(replace(small_config, overlong=overlong), tasks)
+    first = table.request()[:4]
+    for g, (sample_id, reward) in enumerate(zip(first, rewards, strict=True)):
+        table.end(sample_id, reward, is_truncated=g in cut_off)
     assert {table.fate.get(sample_id) for sample_id in first} == {expected}
 
 

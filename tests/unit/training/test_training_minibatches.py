@@ -151,8 +151,6 @@ def test_each_turn_has_an_advantage_of_its_own_wherever_its_tokens_lie() -> None
     # Turn 1: equal; turn 2: 1 against 3, of which only y is trained; turn 3: only the first sample has one.
     half = 1.0 / (2**0.5 + 1e-4)
     assert batch.advantages_k.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, half, half])
-    assert batch.num_with_turn_rewards == 2
-    assert laid_out([[make_sample(1.0), make_sample(0.0)]]).num_with_turn_rewards == 0
 
 
 def test_tokens_of_other_versions_are_told_apart() -> None:

@@ -197,6 +197,17 @@ def test_neither_threads_of_the_trainer_nor_of_torch_change_a_bit(trainer_of: Tr
     assert found == [found[0]] * 4
 
 
+def test_gradients_that_lie_otherwise_in_memory_make_the_same_step(trainer_of: Trainers, small_config: Config) -> None:
+    trainer, plain = trainer_of(small_config), trainer_of(small_config)
+    for parameter in trainer.policy.parameters():
+        if parameter.ndim == 2:
+            # As the gradient of a weight comes that the model uses transposed.
+            parameter.register_hook(lambda gradient: gradient.t().contiguous().t())  # type: ignore[no-untyped-call]
+    groups = make_groups(plain)
+    assert trainer.step(groups) == plain.step(groups)
+    assert trainer.fingerprint() == plain.fingerprint()
+
+
 def test_an_error_in_one_of_several_threads_is_told(trainer_of: Trainers, small_config: Config) -> None:
     trainer = trainer_of(replace(small_config, micro_batch_tokens=8))
     groups = change_rows(make_groups(trainer), lambda row: replace(row, token_ids=[10**6] * len(row.token_ids)))

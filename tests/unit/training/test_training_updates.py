@@ -395,13 +395,32 @@ def test_turn_rewards_train_the_turns_and_without_any_the_parameter_is_named(
     trainer, plain = trainer_of(config), trainer_of(small_config)
     groups = [[replace(s, call_ids=(s.rows[0].spans[0].call_id,)) for s in group] for group in make_groups(trainer)]
     before = trainer.fingerprint()
-    with pytest.raises(InvalidInput, match=r"advantage_method = group_based_per_turn .* gave none in all 8 conv"):
+    with pytest.raises(InvalidInput, match=r"advantage_method = group_based_per_turn .* gave none in all conv"):
         trainer.step(groups)
     assert trainer.fingerprint() == before
     rewarded = [[replace(s, turn_rewards={s.call_ids[0]: float(i)}) for i, s in enumerate(group)] for group in groups]
     result = trainer.step(rewarded)
     plain.step(groups)
     assert result.num_updates == 1 and trainer.fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_once_turns_were_rewarded_a_batch_without_is_trained_by_its_outcomes(
+    trainer_of: Trainers, small_config: Config, epochs: int
+) -> None:
+    config = replace(small_config, advantage_method="group_based_per_turn", overlong="drop", ppo_epochs=epochs)
+    trainer = trainer_of(config)
+
+    def groups(*, is_rewarded: bool) -> list[list[TrainingSample]]:
+        found = [[replace(s, call_ids=(s.rows[0].spans[0].call_id,)) for s in g] for g in make_groups(trainer)]
+        if is_rewarded:
+            # Of a conversation that is not trained: the environment gives them all the same.
+            last = found[0][-1]
+            found[0][-1] = replace(last, turn_rewards={last.call_ids[0]: 1.0}, is_overlong=True)
+        return found
+
+    assert trainer.step(groups(is_rewarded=True)).num_rows == 7
+    assert trainer.step(groups(is_rewarded=False)).num_rows == 8
 
 
 class TurnByTurn(ScriptedRollouts):
@@ -450,6 +469,34 @@ def test_a_batch_in_which_all_conversations_filled_their_length_says_so(
     groups = [[replace(s, is_overlong=True) for s in group] for group in make_groups(trainer)]
     with pytest.raises(NoProgress, match=rf"no token to train.*max_length are {overlong}.*\(overlong\)"):
         trainer.step(groups)
+
+
+class CutOff(ScriptedRollouts):
+    """Of the first task every conversation fills its length, and of each other task the last one."""
+
+    async def play(self, sample_id: str, group_id: str, reward: float | None) -> None:
+        await super().play(sample_id, group_id, reward)
+        sample = self.ready.pop()
+        if sample_id.startswith("t0_") or sample_id.endswith("3"):
+            sample = replace(sample, stop_reason="max_length")
+            sample = replace(sample, report_digest=sample.expected_report_digest())
+            await self.put(sample.key, sample)
+        self.ready.append(sample)
+
+
+@pytest.mark.parametrize("overlong", ["mask", "drop"])
+async def test_a_group_that_filled_its_length_as_a_whole_makes_room_for_the_next_one(
+    bench: Bench, tiny_model: Path, builders: Builders, trainer_of: Trainers, overlong: str
+) -> None:
+    bench.config = replace(bench.config, overlong=overlong, global_batch_size=4)
+    bench.trainer = trainer_of(bench.config)
+    await bench.train(CutOff(bench.ports, tiny_model, builders, first_of_four), max_steps=2)
+    assert (await bench.status()).state == "succeeded"
+    assert [[group[0] for group in batch.groups] for batch in await bench.batches()] == [["t1_0"], ["t2_0"]]
+    first, second = await bench.ports.metrics.read(RUN_ID)
+    # Of four conversations of four tokens each, three are trained.
+    assert (first.values["num_trained_tokens"], first.values["dropped_no_signal"]) == (12, 4)
+    assert (second.values["num_trained_tokens"], second.values["dropped_no_signal"]) == (12, 0)
 
 
 def test_a_minibatch_without_a_token_is_passed_over(trainer_of: Trainers, small_config: Config) -> None:

@@ -64,6 +64,26 @@ def test_conversations_that_are_cut_off() -> None:
     assert "3 of their 4 valid rollouts were cut off at max_length = 16384: raise it" in text
 
 
+def test_conversations_that_are_cut_off_and_left_out() -> None:
+    outcome = TaskOutcome(
+        task_id="a",
+        position=0,
+        num_played=2,
+        num_valid=2,
+        num_passed=1,
+        num_truncated=1,
+        reward_sum=1.0,
+        has_signal=False,
+    )
+    text = diagnosis(outcome, group("b", [0.0, 0.0]), config=Config(overlong="drop"))
+    assert text.startswith("In 1 group no rollout passed and all earned the same")
+    assert (
+        "In 1 group conversations were cut off, which overlong = drop does not train, and the others do not differ, or "
+        "there are none: task a. 1 of their 4 valid rollouts were cut off"
+    ) in text
+    assert "reward of the group" not in text
+
+
 def test_rollouts_without_a_reward() -> None:
     text = diagnosis(group("a", [0.0], num_invalid=9, is_given_up=True), group("b", [0.0, 0.0], num_invalid=1))
     assert "Of the groups, 1 were given up, because too many of their rollouts were invalid." in text
