@@ -42,8 +42,7 @@ def test_a_package_that_ends_its_box_again_and_again_costs_no_other_rollout(tmp_
     # Also where nothing can close a box.
     env = {"TURNMILL_UNSAFE_ENV": "1", "TURNMILL_ENV": "crashing"}
     # Few groups: each has a sample that takes its box, and all that play in it, down three times.
-    small = {"global_batch_size": "16", "max_steps": "2", "worker_lease_s": "1"}
-    with start_run(tmp_path, env=env, **small) as running:
+    with start_run(tmp_path, env=env, global_batch_size="16", max_steps="2", worker_lease_s="1") as running:
         figures = running.finish()
 
     assert figures["steps"] == 2
