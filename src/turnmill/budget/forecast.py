@@ -91,22 +91,33 @@ def pace_of(runs: Sequence[tuple[Mapping[str, object], Sequence[Metric]]]) -> Pa
     )
 
 
-def num_evaluated(config: Config, kind: RunKind, *, has_eval_data: bool) -> int:
-    """Rollouts of all evaluations of a run, about: with the baseline, and without what the rounding to passes adds.
+def num_evaluated(config: Config, kind: RunKind, *, num_eval_tasks: int | None) -> int:
+    """Rollouts of all evaluations of a run, with the baseline.
 
-    Those of one version add up: what is played of it while the run trains is not played again at the end.
+    `num_eval_tasks`: None where there are held-out tasks and nobody knows how many. Then it is without what the
+    rounding to whole passes adds, and as if greedy evaluations played as many as others. Those of one version add up:
+    what is played of it while the run trains is not played again at the end.
     """
+    if num_eval_tasks == 0:
+        return config.baseline_rollouts if kind is RunKind.TRAIN else 0
+    of_ends = _whole_passes(config, config.eval_rollouts, num_eval_tasks)
     if kind is not RunKind.TRAIN:
-        return config.eval_rollouts if has_eval_data else 0
-    if not has_eval_data:
-        return config.baseline_rollouts
-    at_ends = config.baseline_rollouts + 2 * config.eval_rollouts
+        return of_ends
+    at_ends = config.baseline_rollouts + 2 * of_ends
     if not config.val_every:
         return at_ends
+    of_val = _whole_passes(config, config.val_rollouts, num_eval_tasks)
     is_last_due = config.max_steps % config.val_every == 0
     num_in_between = config.max_steps // config.val_every - is_last_due
-    more_at_ends = max(0, config.val_rollouts - config.eval_rollouts) * (1 + is_last_due)
-    return at_ends + more_at_ends + num_in_between * config.val_rollouts
+    more_at_ends = max(0, of_val - of_ends) * (1 + is_last_due)
+    return at_ends + more_at_ends + num_in_between * of_val
+
+
+def _whole_passes(config: Config, num_rollouts: int, num_tasks: int | None) -> int:
+    """What one evaluation plays: each task equally often, and once where it is greedy."""
+    if num_tasks is None:
+        return num_rollouts
+    return num_tasks if config.val_temperature == 0 else math.ceil(num_rollouts / num_tasks) * num_tasks
 
 
 def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, num_eval_rollouts: int) -> Forecast:
@@ -140,13 +151,14 @@ def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, n
             likely=(seconds + _AROUND_S) / 3600,
             high=(seconds * _HIGH + 2 * _AROUND_S) / 3600,
         )
+        measured = f"measured in {_steps(pace.num_steps)} of earlier runs"
         source = (
-            f"measured in {pace.num_steps} steps of earlier runs: {pace.tokens_per_rollout:.0f} tokens a rollout, "
+            f"{measured}: {pace.tokens_per_rollout:.0f} tokens a rollout, "
             f"{pace.surplus:.2f} rollouts for each one trained, {1 / pace.seconds_per_token:.0f} tokens a second"
             if pace.seconds_per_token
-            else f"measured in {pace.num_steps} steps of earlier runs"
+            else measured
         )
-    steps = f"{num_steps} steps of {config.global_batch_size} rollouts, " if num_steps else ""
+    steps = f"{_steps(num_steps)} of {config.global_batch_size} rollouts, " if num_steps else ""
     played = f"{steps}{num_eval_rollouts} rollouts of evaluations"
     return Forecast(
         tokens=tokens,
@@ -156,6 +168,10 @@ def forecast(config: Config, *, rate: Rate, pace: Pace | None, num_steps: int, n
         is_measured=pace is not None,
         assumptions=(played, source, rate.text),
     )
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def problems_of(

@@ -82,7 +82,9 @@ def _show_forecast(
     root: Path, config_file: Path | None, given: dict[str, object], has_eval_data: bool, as_json: bool
 ) -> None:
     resolved = within_ceilings(resolve(file=config_file, environ=os.environ, flags=given), load_limits(root)[0])
-    found: Forecast = run_loop(forecast_of(root, resolved.config, RunKind.TRAIN, has_eval_data=has_eval_data))
+    found: Forecast = run_loop(
+        forecast_of(root, resolved.config, RunKind.TRAIN, num_eval_tasks=None if has_eval_data else 0)
+    )
     values = msgspec.to_builtins(found)
     if as_json:
         click.echo(json.dumps(values))

@@ -99,9 +99,14 @@ def collect_flags(values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[name] for name in parameter_names() if values.get(name) is not None}
 
 
+def _sentence(meaning: str) -> str:
+    """With a capital, unless it begins with the name of what reads the parameter, as in `curriculum: lowest ...`."""
+    return meaning if meaning.split()[0].endswith(":") else meaning[0].upper() + meaning[1:]
+
+
 def _option(parameter: Parameter) -> Callable[[F], F]:
     limits = f"{parameter.range_text}; " if parameter.range_text else ""
-    text = f"{parameter.doc[0].upper()}{parameter.doc[1:]}. [{limits}default: {parameter.default_text}]"
+    text = f"{_sentence(parameter.doc)}. [{limits}default: {parameter.default_text}]"
     if parameter.kind is bool:
         declaration = f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
         return click.option(declaration, parameter.name, cls=ParameterOption, default=None, help=text)

@@ -1,5 +1,6 @@
 """How runs look in a terminal: sparklines, one-line progress, tables. Pure functions from records to renderables."""
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -78,7 +79,7 @@ def step_line(metric: Metric, max_steps: int) -> str:
     held_out = f"  held-out {text}" if (text := _held_out(metric)) else ""
     return (
         f"step {metric.step}/{max_steps}  reward {v.get('reward_mean', float('nan')):.3f}  "
-        f"solved {v.get('solved', float('nan')):.3f}{held_out}  {_detail(metric)}"
+        f"solved {v.get('solved', float('nan')):.3f}{held_out}{_age(metric)}  {_detail(metric)}"
     )
 
 
@@ -116,6 +117,12 @@ def _detail(metric: Metric) -> str:
     )
 
 
+def _age(metric: Metric) -> str:
+    """How many steps old the conversations of a step were; empty where none was older than its weights."""
+    v = metric.values
+    return f"  age {v['staleness_mean']:.1f} (most {v['staleness_max']:.0f})" if v.get("staleness_max") else ""
+
+
 def lineage_lines(run: Run) -> list[str]:
     """What a run has to do with others."""
     lines = [f"retry of run {run.retry_of}"] if run.retry_of else []
@@ -151,6 +158,7 @@ def live_view(run: Run, metrics: Sequence[Metric]) -> RenderableType:
                 f"{metrics[-1].step}/{max_steps}",
                 ("  reward ", "dim"),
                 (f"{values[-1]:.3f}", "bold"),
+                (_age(metrics[-1]), "dim"),
                 (pace, "dim"),
             )
         )
@@ -184,7 +192,8 @@ def origin(run: Run, folder: Path) -> Text:
 
 
 def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """As it is written in TOML or on the command line, texts without their quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def curve_table(metrics: Sequence[Metric], *, rows: int = 10) -> Table:

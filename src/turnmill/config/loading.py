@@ -220,7 +220,7 @@ class _Layers:
         if "precision" not in self._bad:
             self.problems += precision_problems(values, places)
         # While it is watched who reads what, that is not known.
-        if kind is not None and not self._bad and READS not in os.environ:
+        if kind is not None and READS not in os.environ:
             self.problems += self._unread(kind, values, chosen)
         if self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
@@ -231,8 +231,11 @@ class _Layers:
     def _unread(self, kind: RunKind, values: Mapping[str, Any], chosen: Set[str]) -> Iterator[str]:
         """What was set and does nothing; which environment is played has rules of its own, and no entry."""
         for key, entry in reads().items():
+            # Nothing is said on the ground of a value that is wrong itself.
+            if key not in chosen or self._bad & {key, *entry.conditions(kind)}:
+                continue
             # A rule that compares it with another one that counts may leave no other way than to set it.
-            if key in chosen and not any(reads()[other].is_read(kind, values) for other in compared_with(key) & chosen):
+            if not any(reads()[other].is_read(kind, values) for other in compared_with(key) & chosen):
                 given = self.given[key]
                 told = f"{key} = {shown(given.value)} ({given.place})"
                 is_from_file = given.place != given.source

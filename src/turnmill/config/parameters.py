@@ -99,7 +99,7 @@ class Config:
     # Advantage and loss
     advantage_method: str = param(
         "group_based",
-        "how rewards become advantages",
+        "how rewards become advantages; group_based is that of GRPO",
         choices=(
             "group_based",
             "group_based_no_std",

@@ -48,6 +48,10 @@ class Reads:
             all(state_of(name, values[name]) in states for name, states in way.items()) for way in self.ways[kind]
         )
 
+    def conditions(self, kind: RunKind) -> frozenset[str]:
+        """The parameters that say whether a run of this kind reads it."""
+        return frozenset(name for way in self.ways[kind] for name in way)
+
     def text(self, kind: RunKind) -> str:
         """With what a run of this kind reads it; empty where it always does."""
         ways = self.ways[kind]

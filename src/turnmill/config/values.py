@@ -126,7 +126,14 @@ def shown(value: Any) -> str:
 
 
 def suggest(name: object, names: Iterable[str]) -> str:
-    """The end of a message that names the closest match; empty where nothing is close."""
-    text = str(name)
-    close = [] if len(text) > 80 else difflib.get_close_matches(text, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a message that names the closest match, upper and lower case aside; empty where nothing is close.
+
+    The one name that ends in the text, which is a part of it, is closer than any that is merely spelled like it.
+    """
+    text = str(name).casefold()
+    by_folded = {known.casefold(): known for known in names}
+    ending = [folded for folded in by_folded if folded.endswith((f"_{text}", f"-{text}"))]
+    if len(ending) == 1:
+        return f"; did you mean {by_folded[ending[0]]}?"
+    close = [] if len(text) > 80 else difflib.get_close_matches(text, list(by_folded), n=1, cutoff=0.6)
+    return f"; did you mean {by_folded[close[0]]}?" if close else ""

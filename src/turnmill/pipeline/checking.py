@@ -8,9 +8,12 @@ from typing import Any
 
 from turnmill.errors import DataError
 from turnmill.pipeline.stage import Done, Handle, Running, StageContext
-from turnmill.records import RunKind
+from turnmill.records import Run, RunKind
 
 logger = logging.getLogger(__name__)
+
+# What is read about held-out tasks alone; `promotion` is also about models that were never evaluated.
+_HELD_OUT_PARAMETERS = ("eval_rollouts", "val_every", "val_rollouts", "val_temperature", "promotion_metric")
 
 # ---------------------------------------------------------------- ValidateData
 
@@ -47,6 +50,11 @@ async def _validate(ctx: StageContext) -> dict[str, Any]:
     return result
 
 
+def _is_chosen(run: Run, name: str) -> bool:
+    """Whether somebody set it for this run, or for several: neither a default nor the model's recipe."""
+    return run.sources.get(name, "default") not in ("default", "recipe.toml")
+
+
 def _doubts(ctx: StageContext, result: Mapping[str, Any]) -> list[str]:
     """What is allowed, and will disappoint whoever did not mean it, hours later."""
     if ctx.run.kind is not RunKind.TRAIN:
@@ -55,10 +63,8 @@ def _doubts(ctx: StageContext, result: Mapping[str, Any]) -> list[str]:
     held_out = result.get("eval_data")
     if held_out is None and ctx.config.promotion == "better":
         doubts.append('promotion = "better" and there are no held-out tasks: what is trained will not be published')
-    if held_out is None and ctx.config.val_every:
-        doubts.append(
-            f"val_every = {ctx.config.val_every} and there are no held-out tasks: nothing is evaluated while it trains"
-        )
+    if held_out is None and (idle := [name for name in _HELD_OUT_PARAMETERS if _is_chosen(ctx.run, name)]):
+        doubts.append(f"there are no held-out tasks, so what was set for them does nothing: {', '.join(idle)}")
     if held_out is not None and held_out.get("digest") == result["data"].get("digest"):
         doubts.append(f"{held_out['path']} holds the training data: what is measured on it is memory")
     return doubts

@@ -19,10 +19,12 @@ from turnmill.records import (
 # A role that died is started again this often: its work is leased again, a trainer goes on from its records.
 MAX_RESTARTS = 5
 # A job that failed has said why, and would fail again: exit codes of errors that are raised (see `cli.errors`).
-FINAL_EXIT_CODES = (0, 1, 2)
+EXIT_UNUSABLE = 2
+FINAL_EXIT_CODES = (0, 1, EXIT_UNUSABLE)
 # A replica twice in a row found other weights in its memory than were published, and says which.
 EXIT_REFUSED = 3
-REPLICA_FINAL_EXIT_CODES = (0, EXIT_REFUSED)
+# A parameter that can't be used with this model will not be usable the next time, either.
+REPLICA_FINAL_EXIT_CODES = (0, EXIT_UNUSABLE, EXIT_REFUSED)
 # Names of roles that come to an end by themselves begin with these; the others serve until they are ended.
 JOBS = (TRAINER, "preflight")
 PROXY = "proxy"
@@ -37,10 +39,13 @@ def _death(role: RoleStatus) -> str:
 
 
 async def check_roles(launcher: Launcher) -> None:
-    """Raise `RoleFailed` with the last log lines if a role died for good, or a service ended as if it were done."""
+    """Raise `RoleFailed` with the last log lines if a role died for good, or a service ended as if it were done.
+
+    `StageFailed` where it can't be run with what it was given: nobody need go on with that as it is.
+    """
     for role in await launcher.statuses():
         if role.state == "failed" or (role.state == "exited" and not role.name.startswith(JOBS)):
-            raise RoleFailed(_death(role))
+            raise (StageFailed if role.exit_code == EXIT_UNUSABLE else RoleFailed)(_death(role))
 
 
 # ---------------------------------------------------------------- StartGeneration

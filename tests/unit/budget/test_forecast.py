@@ -1,5 +1,6 @@
 """What a run will take, against figures worked out by hand; and when it is refused for that."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_the_runs_of_a_day_share_a_ceiling() -> None:
 )
 def test_evaluations_while_a_run_trains_are_counted_and_none_twice(changes: dict[str, Any], num: int) -> None:
     made = config(**{"val_rollouts": 20, **changes})
-    assert num_evaluated(made, RunKind.TRAIN, has_eval_data=True) == num
-    assert num_evaluated(made, RunKind.TRAIN, has_eval_data=False) == made.baseline_rollouts
-    assert num_evaluated(made, RunKind.EVAL, has_eval_data=True) == 300
+    assert num_evaluated(made, RunKind.TRAIN, num_eval_tasks=None) == num
+    assert num_evaluated(made, RunKind.TRAIN, num_eval_tasks=10) == num
+    assert num_evaluated(made, RunKind.TRAIN, num_eval_tasks=0) == made.baseline_rollouts
+    assert num_evaluated(made, RunKind.EVAL, num_eval_tasks=None) == 300
+    assert num_evaluated(made, RunKind.EVAL, num_eval_tasks=0) == 0
+
+
+def test_each_held_out_task_is_counted_equally_often_and_once_where_the_likeliest_is_played() -> None:
+    made = config(val_rollouts=20, val_every=5, baseline_rollouts=0)
+    # 304 at each end, which is 38 passes over 8 tasks, and 24 after step 5.
+    assert num_evaluated(made, RunKind.TRAIN, num_eval_tasks=8) == 304 + 24 + 304
+    assert num_evaluated(made, RunKind.EVAL, num_eval_tasks=500) == 500
+    greedy = replace(made, val_temperature=0.0)
+    assert num_evaluated(greedy, RunKind.TRAIN, num_eval_tasks=8) == 3 * 8
+    assert num_evaluated(greedy, RunKind.EVAL, num_eval_tasks=8) == 8

@@ -98,6 +98,12 @@ def test_help_lists_the_commands_own_options_before_the_parameters(capsys: pytes
     assert "--config FILE" not in parameters
 
 
+def test_help_leaves_names_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(group, ["show", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "group_based_per_turn: discount" in text and "Optimizer steps." in text
+
+
 def test_commands_keep_the_order_in_which_they_were_added() -> None:
     assert group.list_commands(click.Context(group)) == ["fail", "leave", "show"]
 

@@ -187,6 +187,14 @@ def test_the_line_of_an_evaluated_step_tells_what_was_found() -> None:
     assert curve is not None and "0.250 → 0.500 (0.200 to 0.310) at steps 2 to 4" in curve.plain
 
 
+def test_the_age_of_what_a_step_trained_is_told_where_something_was_older() -> None:
+    values = {"reward_mean": 0.5, "solved": 0.4, "staleness_mean": 0.75, "staleness_max": 2.0}
+    one = Metric(run_id="r", step=2, time=1.0, values=values)
+    assert "solved 0.400  age 0.8 (most 2)  " in render.step_line(one, 20)
+    on_policy = Metric(run_id="r", step=2, time=1.0, values={**values, "staleness_max": 0.0})
+    assert "age" not in render.step_line(on_policy, 20)
+
+
 def test_a_model_that_is_held_back_is_shown_with_the_tasks_that_went_worse() -> None:
     task = {"task_id": "t7", "num_before": 4, "num_after": 4, "solved_before": 4, "solved_after": 0}
     promotion = {

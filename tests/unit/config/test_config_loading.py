@@ -397,3 +397,22 @@ def test_an_evaluation_is_greedy_or_samples_and_nothing_in_between() -> None:
         load_config(flags={"val_temperature": "0.001"})
     with pytest.raises(ConfigError, match="val_temperature"):
         load_config(flags={"val_temperature": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("loss_fn", "PPO", "; did you mean ppo?"),
+        ("training_method", "lora", "; did you mean RFT_MULTITURN_LORA?"),
+        ("mismatch_correction", "token_truncat", "; did you mean token_truncate?"),
+        # One that is merely about as long helps nobody.
+        ("advantage_method", "grpo", ""),
+        # And neither does one of several.
+        ("mismatch_correction", "mask", ""),
+    ],
+)
+def test_the_choice_that_was_meant_is_told(name: str, text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(flags={name: text})
+    (line,) = str(raised.value).splitlines()[1:]
+    assert line.endswith(hint) if hint else "did you mean" not in line

@@ -104,6 +104,15 @@ def test_with_the_choice_that_reads_it_the_same_parameter_is_fine() -> None:
     assert load_config(flags=flags, kind=RunKind.TRAIN).config.curriculum_low == 0.2
 
 
+def test_it_is_told_together_with_values_that_are_wrong_and_never_on_their_ground() -> None:
+    flags = {"loss_fn": "pp", "age_tolerance": "3", "curriculum": "pass", "curriculum_low": "0.2"}
+    with pytest.raises(ConfigError) as raised:
+        load_config(flags=flags, kind=RunKind.TRAIN)
+    text = str(raised.value)
+    assert text.startswith("3 problems in the configuration:")
+    assert "loss_fn = " in text and "curriculum = " in text and "age_tolerance = 3 (--age-tolerance) would do" in text
+
+
 def test_a_default_that_somebody_set_is_asked_too() -> None:
     assert "would do nothing" in problem(curriculum_revisit=str(Config().curriculum_revisit))
 

@@ -60,6 +60,23 @@ async def test_what_will_disappoint_in_hours_is_told_now(
     assert len(told) == (doubt is not None) and (doubt is None or doubt in told[0])
 
 
+@pytest.mark.parametrize(
+    ("eval_path", "sources", "told"),
+    [
+        (None, {"val_every": "--val-every", "promotion_metric": "run.toml"}, ["val_every, promotion_metric"]),
+        (None, {"val_every": "recipe.toml", "eval_rollouts": "default", "promotion": "--promotion"}, []),
+        ("/b/other", {"val_every": "--val-every"}, []),
+    ],
+)
+async def test_what_was_set_for_held_out_tasks_is_told_where_there_are_none(
+    ctx: StageContext, caplog: pytest.LogCaptureFixture, eval_path: str | None, sources: dict[str, str], told: list[str]
+) -> None:
+    await check(replace(ctx, run=replace(ctx.run, sources=sources)), eval_path=eval_path, config=Config())
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    text = "there are no held-out tasks, so what was set for them does nothing"
+    assert warnings == [f"{text}: {names}" for names in told]
+
+
 async def test_bad_held_out_tasks_hold_the_upload_that_they_came_with(ctx: StageContext) -> None:
     held: list[str] = []
 

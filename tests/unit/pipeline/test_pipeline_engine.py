@@ -30,6 +30,7 @@ from turnmill.evaluation import BackgroundEvaluations, Evaluation, Progress
 from turnmill.pipeline.engine import RunRecord, load_run, walk
 from turnmill.pipeline.failures import classify
 from turnmill.pipeline.processes import (
+    REPLICA_FINAL_EXIT_CODES,
     check_roles,
     poll_reward_workers,
     poll_training,
@@ -455,6 +456,24 @@ async def test_only_jobs_may_come_to_an_end_by_themselves(tmp_path: Path, name: 
     else:
         with pytest.raises(RoleFailed, match=f"{name} ended with exit code 0"):
             await check_roles(launcher)
+    await launcher.close()
+
+
+async def test_a_replica_that_can_not_use_its_parameters_is_not_started_again(tmp_path: Path) -> None:
+    """`resume` alone would not help: the run wants other parameters."""
+    launcher = ProcessLauncher(tmp_path, command=["sh", "-c", "echo 'Error: lora_targets: no'; exit 2"])
+    exit_codes = REPLICA_FINAL_EXIT_CODES
+    await launcher.start(
+        RoleSpec(role="replica", name="replica-0", run_id="r1", max_restarts=5, final_exit_codes=exit_codes)
+    )
+    while True:
+        [status] = await launcher.statuses()
+        if status.state != "running":
+            break
+        await asyncio.sleep(0.01)
+    assert (status.state, status.num_restarts) == ("failed", 0)
+    with pytest.raises(StageFailed, match="lora_targets: no"):
+        await check_roles(launcher)
     await launcher.close()
 
 

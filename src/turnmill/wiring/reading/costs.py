@@ -108,7 +108,7 @@ async def admitted(root: Path, run: Run) -> Run:
     resolved = within_ceilings(Resolved(config=from_dict(run.config), sources=run.sources), ceilings)
     if ceilings.usd or ceilings.usd_per_day:
         check_price(resolved, load_prices(prices))
-    found = await forecast_of(root, resolved.config, run.kind, has_eval_data=run.eval_path is not None)
+    found = await forecast_of(root, resolved.config, run.kind, num_eval_tasks=await _num_held_out(run))
     today = await _promised_today(root, run.run_id) if ceilings.usd_per_day else 0.0
     if problems := problems_of(found, resolved.config, resolved.sources, today, ceilings.usd_per_day):
         raise InvalidInput("\n  ".join(["the run would stop before its end:", *problems]))
@@ -150,16 +150,34 @@ def _within_rest(resolved: Resolved, rest: float) -> Resolved:
     return Resolved(config=replace(resolved.config, budget_usd=rest), sources=sources)
 
 
-async def forecast_of(root: Path, config: Config, kind: RunKind, *, has_eval_data: bool) -> Forecast:
-    """Of a run with these parameters in this deployment; raises `ConfigError` for an unknown instance type."""
+async def forecast_of(root: Path, config: Config, kind: RunKind, *, num_eval_tasks: int | None) -> Forecast:
+    """Of a run with these parameters in this deployment; raises `ConfigError` for an unknown instance type.
+
+    `num_eval_tasks`: None where there are held-out tasks and nobody knows how many.
+    """
     rate = rate_of(config, load_prices(load_limits(root)[1]))
     return forecast(
         config,
         rate=rate,
         pace=await _measured(root, config),
         num_steps=config.max_steps if kind is RunKind.TRAIN else 0,
-        num_eval_rollouts=num_evaluated(config, kind, has_eval_data=has_eval_data),
+        num_eval_rollouts=num_evaluated(config, kind, num_eval_tasks=num_eval_tasks),
     )
+
+
+async def _num_held_out(run: Run) -> int | None:
+    """Its held-out tasks, uncounted where the file can't be read: ValidateData says what is wrong with it."""
+    if run.eval_path is None:
+        return 0
+    try:
+        return await asyncio.to_thread(_num_rows, Path(run.eval_path)) or None
+    except OSError:
+        return None
+
+
+def _num_rows(path: Path) -> int:
+    with path.open("rb") as lines:
+        return sum(not line.isspace() for line in lines)
 
 
 async def _measured(root: Path, config: Config) -> Pace | None:
