@@ -43,12 +43,6 @@ async def check(ctx: StageContext, *, eval_path: str | None, config: Config) -> 
         (None, Config(), None),
         ("/b/tasks", Config(), "/b/tasks holds the training data"),
         (None, Config(promotion="better"), "there are no held-out tasks: what is trained will not be published"),
-        (
-            None,
-            Config(val_every=2),
-            "val_every = 2 and there are no held-out tasks: nothing is evaluated while it trains",
-        ),
-        ("/b/other", Config(val_every=2), None),
     ],
 )
 async def test_what_will_disappoint_in_hours_is_told_now(
