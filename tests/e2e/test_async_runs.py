@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import Running, read_records, start_run, wait_for
+from tests.e2e.test_resume import POINTS, wait_for_death, wait_for_steps
 from turnmill.records import SampleState, Version
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
@@ -88,3 +89,24 @@ def test_the_bound_holds_after_the_trainer_was_killed(tmp_path: Path) -> None:
         check_accounting(tmp_path / "root", figures)
         check_ages(running, figures["run_id"])
         check_steps(tmp_path / "root", figures)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("points", [POINTS[:4], POINTS[4:8], POINTS[8:]], ids=lambda points: points[0])
+def test_the_bound_holds_wherever_in_a_step_the_trainer_was_killed(tmp_path: Path, points: tuple[str, ...]) -> None:
+    """Rollouts, the replicas' loading and the steps go on beside one another when it dies and when it is back."""
+    armed = tmp_path / "failpoints"
+    armed.mkdir()
+    with start_run(tmp_path, **{**ASYNC, "max_steps": "10", "save_steps": "1", "save_top_k": "2"}) as running:
+        for point in points:
+            wait_for_steps(running, running.num_steps() + 1)
+            killed = wait_for("trainer", lambda: running.role_pid("trainer"), running.process)
+            (armed / point).touch()
+            wait_for_death(running, killed)
+            assert not (armed / point).exists()
+        figures = running.finish()
+    assert (figures["status"], figures["steps"]) == ("succeeded", 10)
+    check_accounting(tmp_path, figures)
+    check_ages(running, figures["run_id"])
+    check_steps(tmp_path, figures)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from turnmill.config import Config
-from turnmill.records import DropReason, Progress, Task
+from turnmill.records import DropReason, Progress, Task, TaskOutcome
 from turnmill.training.slots import latest_steps
 from turnmill.training.task_order import order_of
 from turnmill.training.task_statistics import TaskTable, outcome_of
@@ -98,6 +98,8 @@ class _Group:
     # Of the samples with a reward: what each earned by itself, and how many were cut off at `max_length`.
     own_rewards: list[float] = field(default_factory=list)
     num_truncated: int = 0
+    # What it says of its task; None while it is undecided.
+    outcome: TaskOutcome | None = None
 
     @property
     def valid_ids(self) -> tuple[str, ...]:
@@ -302,7 +304,8 @@ class BatchBuilder:
 
     def _decide(self, group: _Group, state: _State) -> list[Drop]:
         group.state = state
-        self._note(group)
+        group.outcome = self._outcome(group)
+        self.useless.count(group.outcome)
         if state is not _State.ABANDONED:
             forget = 1 - 1 / _MEMORY_GROUPS
             self._seen_signal = self._seen_signal * forget + (state is _State.SIGNAL)
@@ -312,9 +315,9 @@ class BatchBuilder:
         reason = DropReason.NO_SIGNAL if state is _State.NO_SIGNAL else DropReason.SURPLUS
         return self._release(group, reason)
 
-    def _note(self, group: _Group) -> None:
+    def _outcome(self, group: _Group) -> TaskOutcome:
         """What a decided group says of its task."""
-        outcome = outcome_of(
+        return outcome_of(
             group.task.id,
             group.position,
             group.own_rewards,
@@ -323,8 +326,6 @@ class BatchBuilder:
             threshold=self._threshold,
             has_signal=None if group.state is _State.ABANDONED else group.state is _State.SIGNAL,
         )
-        self._table.note(outcome)
-        self.useless.count(outcome)
 
     def _release(self, group: _Group, reason: DropReason) -> list[Drop]:
         """Drop the group's valid samples and let the open ones leave; invalid and stale ones are accounted for."""
@@ -376,7 +377,9 @@ class BatchBuilder:
         self.position = considered[-1].position + 1
         self.step += bool(closed.groups)
         self._group_of = {i: self._group_of[i] for group in self._groups for i in group.sample_ids}
-        self._table.close(has_batch=bool(closed.groups))
+        # Those that go on into the next batch count there, whenever they were decided.
+        outcomes = [group.outcome for group in (*considered, *given_up) if group.outcome is not None]
+        self._table.close(outcomes, has_batch=bool(closed.groups))
         return closed
 
     def cancel(self, reason: DropReason = DropReason.CANCELLED) -> list[Drop]:
@@ -386,7 +389,6 @@ class BatchBuilder:
         self._groups = []
         self._group_of = {}
         self.leaving = set()
-        self._table.forget()
         return drops
 
     def _give_up(self, group: _Group, reason: DropReason) -> list[Drop]:

@@ -68,7 +68,7 @@ class Collector:
         # the groups of its batch, whenever that was. Those of groups that are not closed yet, by group.
         self._tally = Tally()
         self._of_groups: dict[str, Tally] = {}
-        # Of the samples that ended and are in no batch yet.
+        # Of the samples that ended with a reward and are in no batch yet.
         self._group_of: dict[str, str] = {}
         # Why the most recent invalid sample has no reward.
         self.last_invalid = ""
@@ -305,7 +305,6 @@ class Collector:
         self._num_ended += len(mine)
         for sample in mine:
             tally = self._tally_of(sample.group_id)
-            self._group_of[sample.sample_id] = sample.group_id
             if sample.reward is None:
                 tally.num_invalid += 1
                 self._num_failed += 1
@@ -313,6 +312,7 @@ class Collector:
                 logger.warning("no reward: %s", self.last_invalid, extra={"at": sample.key})
                 drops += self._end(sample.sample_id, None)
                 continue
+            self._group_of[sample.sample_id] = sample.group_id
             played = sample, calls[sample.sample_id]
             tally.rollouts.append(rollout_of(sample, sample.reward, played[1], self._num_steps))
             stale = self._is_stale(sample.sample_id, played[1])

@@ -260,6 +260,22 @@ class World:
         replica.is_serving, replica.loading = True, None
 
 
+def test_a_group_counts_for_its_task_with_the_batch_that_it_is_in_however_early_it_was_decided() -> None:
+    config = Config(rollout_strategy="off_policy_async", age_tolerance=2, number_generation=2, global_batch_size=2)
+    builder = BatchBuilder(config, [Task(id=f"t{i}", metadata={}) for i in range(3)], prefix="1.")
+    builder.extend(3)
+    draws = builder.draw()
+    builder.bind(draws, [f"{draw.task.id}_{i % 2}" for i, draw in enumerate(draws)])
+    # The one without signal in the middle is looked at for the second batch.
+    for sample_id in ("t2_0", "t2_1", "t1_0", "t1_1", "t0_0", "t0_1"):
+        builder.end(sample_id, float(sample_id.endswith("1") and not sample_id.startswith("t1")))
+    counted = []
+    while builder.is_closed:
+        builder.close()
+        counted.append([outcome.task_id for outcome in builder.progress.outcomes])
+    assert counted == [["t0"], ["t1", "t2"]]
+
+
 def play(seed: int) -> World:
     """A world to the end of its run."""
     world = World(seed=seed)
