@@ -128,7 +128,7 @@ def test_conversations_of_an_adapter_that_outlive_their_workers_make_no_trained_
     check_ages(running, figures["run_id"])
     check_steps(tmp_path, figures)
     samples, _ = read_records(tmp_path, figures["run_id"])
-    assert any(sample.attempt > 1 for sample in samples if sample.state is SampleState.TRAINED)
+    assert any(sample.attempt > 1 for sample in samples)
     metrics = run_loop(read_metrics(tmp_path, figures["run_id"]))
     assert sum(metric.values["num_generated"] for metric in metrics) == sum(
         sample.reward is not None for sample in samples
