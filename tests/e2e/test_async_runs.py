@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import Running, read_records, start_run, wait_for
+from tests.e2e.test_evaluated_runs import arm, held_out, metrics_of, played
+from tests.e2e.test_resume import POINTS, wait_for_death, wait_for_steps
 from turnmill.records import SampleState, Version
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
@@ -88,3 +90,67 @@ def test_the_bound_holds_after_the_trainer_was_killed(tmp_path: Path) -> None:
         check_accounting(tmp_path / "root", figures)
         check_ages(running, figures["run_id"])
         check_steps(tmp_path / "root", figures)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("points", [POINTS[:4], POINTS[4:8], POINTS[8:]], ids=lambda points: points[0])
+def test_the_bound_holds_wherever_in_a_step_the_trainer_was_killed(tmp_path: Path, points: tuple[str, ...]) -> None:
+    """Rollouts, the replicas' loading and the steps go on beside one another when it dies and when it is back."""
+    armed = tmp_path / "failpoints"
+    armed.mkdir()
+    with start_run(tmp_path, **{**ASYNC, "max_steps": "10", "save_steps": "1", "save_top_k": "2"}) as running:
+        for point in points:
+            wait_for_steps(running, running.num_steps() + 1)
+            killed = wait_for("trainer", lambda: running.role_pid("trainer"), running.process)
+            (armed / point).touch()
+            wait_for_death(running, killed)
+            assert not (armed / point).exists()
+        figures = running.finish()
+    assert (figures["status"], figures["steps"]) == ("succeeded", 10)
+    check_accounting(tmp_path, figures)
+    check_ages(running, figures["run_id"])
+    check_steps(tmp_path, figures)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_conversations_of_an_adapter_that_outlive_their_workers_make_no_trained_token_too_old(tmp_path: Path) -> None:
+    """A new attempt replays the calls of the one before, however long ago these were sampled."""
+    changes = {"training_method": "RFT_MULTITURN_LORA", "lora_rank": "8", "lr": "5e-3", "max_concurrent_rollouts": "24"}
+    with start_run(tmp_path, **{**ASYNC, **changes, "max_steps": "8"}) as running:
+        for _ in range(4):
+            wait_for_steps(running, running.num_steps() + 1)
+            running.kill("worker-0")
+        figures = running.finish()
+    assert figures["steps"] == 8
+    check_accounting(tmp_path, figures)
+    check_ages(running, figures["run_id"])
+    check_steps(tmp_path, figures)
+    samples, _ = read_records(tmp_path, figures["run_id"])
+    assert any(sample.attempt > 1 for sample in samples)
+    metrics = run_loop(read_metrics(tmp_path, figures["run_id"]))
+    assert sum(metric.values["num_generated"] for metric in metrics) == sum(
+        sample.reward is not None for sample in samples
+    ), "each rollout counts in one step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_evaluations_beside_rollouts_are_of_one_version_each_although_a_replica_is_slow(tmp_path: Path) -> None:
+    arm(tmp_path, "validation-played", "metric-written")
+    changes = {"max_steps": "4", "val_every": "1", "val_rollouts": "16", "eval_rollouts": "16"}
+    with start_run(tmp_path, eval_data=held_out(tmp_path), **{**ASYNC, **changes}) as running:
+        pid = wait_for("replica-1", lambda: running.role_pid("replica-1"), running.process)
+        with slowed(pid):
+            figures = running.finish()
+    assert not list((tmp_path / "failpoints").iterdir()), "the trainer was killed twice"
+    check_accounting(tmp_path, figures)
+    check_ages(running, figures["run_id"])
+    check_steps(tmp_path, figures)
+    metrics = metrics_of(tmp_path, figures["run_id"])
+    assert [metrics[step].values["val_num_rollouts"] for step in range(5)] == [16.0] * 5
+    assert [metrics[step].values["val_num_stale"] for step in range(5)] == [0.0] * 5
+    for sample, calls in played(tmp_path, figures["run_id"]):
+        version = sample.group_id.partition("/")[0].removeprefix("v")
+        assert sample.state is SampleState.REPORTED and {call.version for call in calls} == {version}

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnmill.config import Config
-from turnmill.records import DropReason, Progress, Task
+from turnmill.records import DropReason, Progress, Task, TaskOutcome
 from turnmill.training.group import Group, GroupState
 from turnmill.training.slots import latest_steps
 from turnmill.training.task_order import order_of
@@ -266,7 +266,8 @@ class BatchBuilder:
 
     def _decide(self, group: Group, state: GroupState) -> list[Drop]:
         group.state = state
-        self._note(group)
+        group.outcome = self._outcome(group)
+        self.useless.count(group.outcome)
         if state is not GroupState.ABANDONED:
             forget = 1 - 1 / _MEMORY_GROUPS
             self._seen_signal = self._seen_signal * forget + (state is GroupState.SIGNAL)
@@ -276,9 +277,9 @@ class BatchBuilder:
         reason = DropReason.NO_SIGNAL if state is GroupState.NO_SIGNAL else DropReason.SURPLUS
         return self._release(group, reason)
 
-    def _note(self, group: Group) -> None:
+    def _outcome(self, group: Group) -> TaskOutcome:
         """What a decided group says of its task."""
-        outcome = outcome_of(
+        return outcome_of(
             group.task.id,
             group.position,
             group.own_rewards,
@@ -287,8 +288,6 @@ class BatchBuilder:
             threshold=self._threshold,
             has_signal=None if group.state is GroupState.ABANDONED else group.state is GroupState.SIGNAL,
         )
-        self._table.note(outcome)
-        self.useless.count(outcome)
 
     def _release(self, group: Group, reason: DropReason) -> list[Drop]:
         """Drop the group's valid samples and let the open ones leave; invalid and stale ones are accounted for."""
@@ -340,7 +339,9 @@ class BatchBuilder:
         self.position = considered[-1].position + 1
         self.step += bool(closed.groups)
         self._group_of = {i: self._group_of[i] for group in self._groups for i in group.sample_ids}
-        self._table.close(has_batch=bool(closed.groups))
+        # Those that go on into the next batch count there, whenever they were decided.
+        outcomes = [group.outcome for group in (*considered, *given_up) if group.outcome is not None]
+        self._table.close(outcomes, has_batch=bool(closed.groups))
         return closed
 
     def cancel(self, reason: DropReason = DropReason.CANCELLED) -> list[Drop]:
@@ -350,7 +351,6 @@ class BatchBuilder:
         self._groups = []
         self._group_of = {}
         self.leaving = set()
-        self._table.forget()
         return drops
 
     def _give_up(self, group: Group, reason: DropReason) -> list[Drop]:

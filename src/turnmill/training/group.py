@@ -6,7 +6,7 @@ drawn -> samples bound -> samples end -> decided
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from turnmill.records import Task
+from turnmill.records import Task, TaskOutcome
 
 
 class GroupState(Enum):
@@ -43,6 +43,8 @@ class Group:
     # Of the samples with a reward: those that filled `max_length` and are not trained, or not even compared, for that.
     untrained_ids: set[str] = field(default_factory=set)
     uncompared_ids: set[str] = field(default_factory=set)
+    # What it says of its task; None while it is undecided.
+    outcome: TaskOutcome | None = None
 
     @property
     def valid_ids(self) -> tuple[str, ...]:

@@ -252,7 +252,9 @@ class _Training:
     def _check_progress(self, collected: Collected, collector: Collector) -> None:
         """Raise `NoProgress` with a diagnosis after too many collections without signal or full of invalid samples."""
         num_ended, num_invalid, tally = collected.num_ended, collected.num_failed, collected.tally
-        self._num_mostly_invalid = self._num_mostly_invalid + 1 if 2 * num_invalid > num_ended else 0
+        # Off policy several batches may close at once, of what ended before: then the others say nothing of that.
+        if num_ended:
+            self._num_mostly_invalid = self._num_mostly_invalid + 1 if 2 * num_invalid > num_ended else 0
         self._num_empty = 0 if collected.groups else self._num_empty + 1
         tally.num_empty_rounds += not collected.groups
         if self._num_mostly_invalid == MAX_INVALID_ROUNDS:

@@ -1,6 +1,6 @@
 """What is known of each task: how often it was played, how often passed, and whether that taught anything.
 
-    group decided -> note -> batch closed: counted, and what is new goes into its record -> a later process counts it
+    groups decided -> batch closed: counted, and what is new goes into its record -> a later process counts it
 
 What a batch counts stays out of sight until the batch is closed: the tasks that it draws depend on the batches before
 it alone, and never on which conversation ended first. A process that begins with the records of the run's batches
@@ -88,7 +88,6 @@ class TaskTable:
     # Optimizer steps whose batches were closed.
     num_steps: int = 0
     _is_recorded: bool = True
-    _noted: list[TaskOutcome] = field(default_factory=list)
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> "TaskTable":
@@ -104,23 +103,17 @@ class TaskTable:
         self.outcomes = batch.progress.outcomes
         self._count(batch.progress.outcomes, batch.step)
 
-    def note(self, outcome: TaskOutcome) -> None:
-        """A group of the batch that is being collected was decided."""
-        self._noted.append(outcome)
+    def close(self, decided: Iterable[TaskOutcome], *, has_batch: bool) -> None:
+        """A batch is closed whose groups were `decided`.
 
-    def close(self, *, has_batch: bool) -> None:
-        """The batch is closed; without `has_batch` nothing is recorded of it, and its step is collected again."""
+        Without `has_batch` nothing is recorded of it, and its step is collected again.
+        """
         # By their place in the data: which conversation ended first is of no account.
-        noted = tuple(sorted(self._noted, key=lambda outcome: outcome.position))
-        self._noted = []
-        self.outcomes = noted if self._is_recorded else (*self.outcomes, *noted)
+        found = tuple(sorted(decided, key=lambda outcome: outcome.position))
+        self.outcomes = found if self._is_recorded else (*self.outcomes, *found)
         self._is_recorded = has_batch
-        self._count(noted, self.num_steps + 1)
+        self._count(found, self.num_steps + 1)
         self.num_steps += has_batch
-
-    def forget(self) -> None:
-        """The batch that is being collected is given up."""
-        self._noted = []
 
     def _count(self, outcomes: Sequence[TaskOutcome], step: int) -> None:
         for outcome in outcomes:

@@ -84,6 +84,8 @@ class ScriptedRollouts:
         for stored in await self.ports.records.get(keys):
             assert stored is not None
             sample = decode(stored.value, SampleRecord)
+            if sample.state is SampleState.INVALID:
+                continue
             assert sample.state in (SampleState.REQUESTED, SampleState.REPORTED)
             dropped = replace(sample, state=SampleState.DROPPED, drop_reason=reason)
             await self.ports.records.write([Write(key=sample.key, value=encode(dropped), expected=stored.version)])

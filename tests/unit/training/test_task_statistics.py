@@ -24,11 +24,9 @@ def outcome(
 
 def test_groups_add_up_to_the_statistics_of_their_task() -> None:
     table = TaskTable()
-    table.note(outcome("a", [0.0, 0.25, 1.0, 1.0], 7, num_invalid=2))
-    table.close(has_batch=True)
-    table.note(outcome("a", [0.0, 0.0, 0.0, 0.0], 9))
-    table.note(outcome("a", [1.0], 11, num_invalid=5, is_given_up=True))
-    table.close(has_batch=True)
+    table.close([outcome("a", [0.0, 0.25, 1.0, 1.0], 7, num_invalid=2)], has_batch=True)
+    given_up = outcome("a", [1.0], 11, num_invalid=5, is_given_up=True)
+    table.close([outcome("a", [0.0, 0.0, 0.0, 0.0], 9), given_up], has_batch=True)
     assert table.statistics["a"] == TaskStatistics(
         task_id="a",
         num_played=6 + 4 + 6,
@@ -55,24 +53,12 @@ def test_the_newest_group_weighs_half_of_the_pass_rate() -> None:
     assert rates == [1.0, 0.5, 0.5]
 
 
-def test_what_a_batch_counts_is_out_of_sight_until_it_is_closed() -> None:
-    table = TaskTable()
-    table.note(outcome("a", [1.0, 0.0]))
-    assert table.statistics == {}
-    table.forget()
-    table.close(has_batch=True)
-    assert table.statistics == {} and table.outcomes == ()
-
-
 def test_the_record_of_a_batch_keeps_what_was_decided_since_the_one_before() -> None:
     table = TaskTable()
-    table.note(outcome("b", [1.0, 0.0], 1))
-    table.note(outcome("a", [1.0, 0.0], 0))
-    table.close(has_batch=True)
+    table.close([outcome("b", [1.0, 0.0], 1), outcome("a", [1.0, 0.0], 0)], has_batch=True)
     assert [found.task_id for found in table.outcomes] == ["a", "b"], "by their place in the data"
     for task_id, has_batch in (("c", False), ("d", False), ("e", True), ("f", True)):
-        table.note(outcome(task_id, [0.0, 0.0], 2))
-        table.close(has_batch=has_batch)
+        table.close([outcome(task_id, [0.0, 0.0], 2)], has_batch=has_batch)
         if task_id == "e":
             assert [found.task_id for found in table.outcomes] == ["c", "d", "e"]
     assert [found.task_id for found in table.outcomes] == ["f"]
@@ -83,9 +69,7 @@ def test_the_record_of_a_batch_keeps_what_was_decided_since_the_one_before() -> 
 
 def test_the_file_holds_one_task_a_line(tmp_path: Path) -> None:
     table = TaskTable()
-    for task_id in ("b", "a"):
-        table.note(outcome(task_id, [1.0, 0.5]))
-    table.close(has_batch=True)
+    table.close([outcome(task_id, [1.0, 0.5]) for task_id in ("b", "a")], has_batch=True)
     write_statistics(table.statistics, tmp_path)
     text = (tmp_path / "tasks.json").read_text()
     assert [row["task_id"] for row in json.loads(text)] == ["a", "b"]

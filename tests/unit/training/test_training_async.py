@@ -244,6 +244,21 @@ async def test_without_any_signal_the_run_stops_with_a_diagnosis(
     assert await bench.batches() == []
 
 
+async def test_mostly_invalid_samples_stop_the_run_although_several_batches_close_at_once(
+    bench: Bench, tiny_model: Path, builders: Builders
+) -> None:
+    class LastFirst(OneByOne):
+        """What was asked for last ends first, so that the first group of all that are drawn is decided last."""
+
+        async def ended(self) -> list[SampleRecord]:
+            self.ready = self.ready[-1:] + self.ready[:-1]
+            return await super().ended()
+
+    rollouts = LastFirst(bench.ports, tiny_model, builders, lambda task, g: float(g % 2) if int(task[1:]) % 2 else None)
+    with pytest.raises(NoProgress, match=r"invalid in 3 steps running.*env_error: it broke"):
+        await bench.train(rollouts, number_generation=2, global_batch_size=4, max_steps=8)
+
+
 class Zombie(OneByOne):
     """Long after the weights went on, two samples come from a replica that was taken for dead."""
 

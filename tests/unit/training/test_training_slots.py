@@ -1,16 +1,29 @@
 """The slot budget off policy: no schedule makes a trained token too old, or stands still."""
 
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from turnmill.backends.embedded import open_run
 from turnmill.config import Config
-from turnmill.records import DropReason, ReplicaState, ReplicaStatus, Task, Version
+from turnmill.ports import Write
+from turnmill.records import (
+    GONE_AFTER_S,
+    DropReason,
+    ReplicaState,
+    ReplicaStatus,
+    Task,
+    Version,
+    encode,
+    replica_key,
+)
 from turnmill.training.batcher import BatchBuilder, Closed
-from turnmill.training.served import oldest_served
+from turnmill.training.served import Served, oldest_served
 from turnmill.training.slots import latest_steps
 
 Y, N = True, False
@@ -35,29 +48,60 @@ def test_the_last_step_of_a_group_is_that_where_every_open_one_before_it_has_sig
 
 
 @pytest.mark.parametrize(
-    ("state", "version", "next_version", "age_s", "expected"),
+    ("state", "version", "next_version", "expected"),
     [
-        (ReplicaState.SERVING, 3, None, 1.0, 3),
+        (ReplicaState.SERVING, 3, None, 3),
         # Calls that run end with what they began with.
-        (ReplicaState.SERVING, 3, 5, 1.0, 3),
-        (ReplicaState.DRAINING, 3, None, 1.0, 3),
-        (ReplicaState.LOADING, 0, 4, 1.0, 4),
-        (ReplicaState.LOADING, 0, None, 1.0, 0),
-        (ReplicaState.STOPPED, 3, None, 1.0, 6),
-        (ReplicaState.SERVING, 3, None, 60.0, 6),
+        (ReplicaState.SERVING, 3, 5, 3),
+        (ReplicaState.DRAINING, 3, None, 3),
+        (ReplicaState.LOADING, 0, 4, 4),
+        (ReplicaState.LOADING, 0, None, 0),
+        (ReplicaState.STOPPED, 3, None, 6),
     ],
 )
 def test_the_oldest_version_is_that_of_the_replicas_that_may_still_sample(
-    state: ReplicaState, version: int, next_version: int | None, age_s: float, expected: int
+    state: ReplicaState, version: int, next_version: int | None, expected: int
 ) -> None:
-    def status(name: str, n: int, **changes: Any) -> ReplicaStatus:
-        known = {"run_id": "r", "replica": name, "version": Version(incarnation=1, n=n), "fingerprints": {}, "pid": 1}
-        return ReplicaStatus(**{**known, "updated_at": 100.0, **changes})
-
     following = None if next_version is None else Version(incarnation=1, n=next_version)
-    looked_at = status("replica-0", version, state=state, next_version=following, updated_at=100.0 - age_s)
-    assert oldest_served([looked_at, status("replica-1", 6)], 100.0) == expected
-    assert oldest_served([], 100.0) is None
+    looked_at = status("replica-0", version, state=state, next_version=following)
+    assert oldest_served([looked_at, status("replica-1", 6)]) == expected
+    assert oldest_served([]) is None
+
+
+def status(name: str, n: int, **changes: Any) -> ReplicaStatus:
+    known = {"run_id": "r", "replica": name, "version": Version(incarnation=1, n=n), "fingerprints": {}, "pid": 1}
+    return ReplicaStatus(**{**known, "updated_at": 100.0, **changes})
+
+
+@pytest.mark.parametrize("skew_s", [0.0, -3600.0, 3600.0])
+async def test_a_replica_whose_clock_is_wrong_holds_slots_back_until_it_gives_no_sign_of_life(
+    tmp_path: Path, skew_s: float
+) -> None:
+    ports = open_run(tmp_path, "r", num_replicas=1)
+    now, told = 1000.0, time.time() + skew_s
+    served = Served(ports.records, "r", clock=lambda: now)
+
+    async def tell(name: str, n: int, at: float) -> None:
+        value = encode(status(name, n, updated_at=at))
+        await ports.records.write([Write(key=replica_key("r", name), value=value, expected=None)])
+
+    try:
+        # Left by a process that died long ago.
+        await tell("replica-1", 0, time.time() - 7200.0)
+        await tell("replica-0", 1, told)
+        await served.look(4)
+        await tell("replica-0", 1, told + 2.0)
+        assert await served.look(4) == 1
+        await tell("replica-0", 2, told + 60.0)
+        now += 60.0
+        assert await served.look(4) == 2
+        now += GONE_AFTER_S + 1.0
+        for later_s in (70.0, 72.0):
+            await tell("replica-2", 4, told + later_s)
+            found = await served.look(4)
+        assert found == 4
+    finally:
+        ports.close()
 
 
 def test_batches_without_any_signal_count_for_they_may_come_to_have_some() -> None:
@@ -192,7 +236,7 @@ class World:
             for index, replica in enumerate(self.replicas)
             if replica.is_alive
         ]
-        found = oldest_served(records, 0.0)
+        found = oldest_served(records)
         self.oldest = max(self.oldest or 0, self.num_steps if found is None else found)
         self.builder.extend(min(self.oldest + self.config.age_tolerance + 1, self.config.max_steps))
         draws = self.builder.draw()
@@ -258,6 +302,22 @@ class World:
         assert replica.loading is not None
         replica.version = replica.recorded = replica.loading
         replica.is_serving, replica.loading = True, None
+
+
+def test_a_group_counts_for_its_task_with_the_batch_that_it_is_in_however_early_it_was_decided() -> None:
+    config = Config(rollout_strategy="off_policy_async", age_tolerance=2, number_generation=2, global_batch_size=2)
+    builder = BatchBuilder(config, [Task(id=f"t{i}", metadata={}) for i in range(3)], prefix="1.")
+    builder.extend(3)
+    draws = builder.draw()
+    builder.bind(draws, [f"{draw.task.id}_{i % 2}" for i, draw in enumerate(draws)])
+    # The one without signal in the middle is looked at for the second batch.
+    for sample_id in ("t2_0", "t2_1", "t1_0", "t1_1", "t0_0", "t0_1"):
+        builder.end(sample_id, float(sample_id.endswith("1") and not sample_id.startswith("t1")))
+    counted = []
+    while builder.is_closed:
+        builder.close()
+        counted.append([outcome.task_id for outcome in builder.progress.outcomes])
+    assert counted == [["t0"], ["t1", "t2"]]
 
 
 def play(seed: int) -> World:
