@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, machine
 from benchmarks.demo_curve import run_turnmill
+from turnmill.cli.render import sparkline
 from turnmill.wiring.reading.figures import rewards
 from turnmill.wiring.reading.runs import look_at_steps
 
@@ -79,12 +80,6 @@ def gain(curves: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     )
     middle = fmean(fmean(last) - fmean(first) for first, last in ends)
     return middle, differences[round(0.025 * RESAMPLES)], differences[round(0.975 * RESAMPLES) - 1]
-
-
-def sparkline(curve: Sequence[float]) -> str:
-    """A curve between 0 and 1 as one line of text."""
-    blocks = "▁▂▃▄▅▆▇█"
-    return "".join(blocks[min(len(blocks) - 1, int(value * len(blocks)))] for value in curve)
 
 
 def page(found: dict[str, list[dict[str, Any]]]) -> str:

@@ -24,7 +24,7 @@ from turnmill.conversation.requests import ChatRequest, Offer, parse_chat, parse
 from turnmill.conversation.streaming import Pace
 from turnmill.conversation.tokens import tokens_of
 from turnmill.errors import GenerationFailed, NotFound, TurnmillError, Unauthorized
-from turnmill.records import TEXT_ROLE, Call, Purpose, SampleRecord, StopReason, encode
+from turnmill.records import TEXT_ROLE, Call, Purpose, SampleRecord, encode
 
 # Codes of the errors that stand in the place of an answer.
 DIVERGED, FULL = "diverged", "context_length_exceeded"
@@ -97,7 +97,7 @@ class Replayed:
         parent = entry.parent.call_id if entry.parent is not None else None
         waiting = [call for call_id, call in self.calls.items() if call_id not in self.attempt.consumed]
         below = [call for call in waiting if call.parent == parent]
-        ended_full = self.sample.stop_reason == StopReason.MAX_LENGTH
+        ended_full = self.sample.is_truncated
         if ended_full and not below and not _surely_fits(entry, request, self.sample.request.max_length):
             return GenerationFailed(FULL, "the conversation is full, as it was when it was played")
         expected = next(iter(below or waiting), None)

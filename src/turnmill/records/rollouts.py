@@ -182,6 +182,11 @@ class SampleRecord:
         return self.reward is not None
 
     @property
+    def is_truncated(self) -> bool:
+        """It ended because it filled `max_length`."""
+        return self.stop_reason == StopReason.MAX_LENGTH
+
+    @property
     def trained_reward(self) -> float | None:
         """What training compares: its own reward and what its group adds."""
         return None if self.reward is None else self.reward + (self.group_reward or 0.0)

@@ -29,7 +29,7 @@ from turnmill.training.ahead import Ahead
 from turnmill.training.algorithms.advantages import PER_TURN
 from turnmill.training.batcher import BatchBuilder, Drop
 from turnmill.training.collected import Collected, RolloutSource
-from turnmill.training.played import is_truncated, load_calls, oldest_version, rollout_of
+from turnmill.training.played import load_calls, oldest_version, rollout_of
 from turnmill.training.samples import TrainingSample, check_sample, training_sample
 from turnmill.training.scoring import GroupScoring
 from turnmill.training.served import Served
@@ -321,7 +321,7 @@ class Collector:
                 continue
             if self.builder.owns(sample.sample_id) and not stale:
                 self._keep(*played)
-            drops += self._end(sample.sample_id, sample.reward, stale=stale, is_truncated=is_truncated(sample))
+            drops += self._end(sample.sample_id, sample.reward, stale=stale, is_truncated=sample.is_truncated)
         await self._drop(drops)
         for sample in ended:
             await self._score(sample)
@@ -366,7 +366,7 @@ class Collector:
                     sample.sample_id,
                     sample.trained_reward,
                     own_reward=sample.reward,
-                    is_truncated=is_truncated(sample),
+                    is_truncated=sample.is_truncated,
                 )
             else:
                 self._num_failed += 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import RecordStore, Stored
-from turnmill.records import Call, SampleRecord, StopReason, Version, call_key
+from turnmill.records import Call, SampleRecord, Version, call_key
 from turnmill.training.samples import stored_record, trained_ids
 from turnmill.training.tally import Rollout
 
@@ -32,11 +32,6 @@ async def load_calls(records: RecordStore, samples: Sequence[SampleRecord]) -> l
     return [[stored_record(next(found), next(key), Call) for _ in sample.calls] for sample in samples]
 
 
-def is_truncated(sample: SampleRecord) -> bool:
-    """It ended because it filled `max_length`."""
-    return sample.stop_reason == StopReason.MAX_LENGTH
-
-
 def oldest_version(calls: Sequence[Call]) -> int | None:
     """The n of the oldest version that sampled a token that is trained; None where nothing is."""
     trained = trained_ids(calls)
@@ -60,5 +55,5 @@ def rollout_of(sample: SampleRecord, reward: float, calls: Sequence[Call], num_s
         num_sampled=sum(call.num_sampled for call in calls),
         length=max(lengths.values()),
         staleness=0 if oldest is None else max(0, num_steps - oldest),
-        is_truncated=is_truncated(sample),
+        is_truncated=sample.is_truncated,
     )

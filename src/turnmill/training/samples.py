@@ -16,7 +16,7 @@ import msgspec
 
 from turnmill.errors import RecordCorrupt
 from turnmill.ports import Stored
-from turnmill.records import Call, SampleRecord, StopReason, Version, decode
+from turnmill.records import Call, SampleRecord, Version, decode
 
 Keyed = TypeVar("Keyed", SampleRecord, Call)
 
@@ -163,7 +163,7 @@ def training_sample(sample: SampleRecord, calls: Sequence[Call]) -> TrainingSamp
         rows=rows,
         call_ids=sample.calls,
         turn_rewards=sample.turn_rewards,
-        is_overlong=sample.stop_reason == StopReason.MAX_LENGTH,
+        is_overlong=sample.is_truncated,
         report_digest=sample.report_digest,
     )
 

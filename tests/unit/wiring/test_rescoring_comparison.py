@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from turnmill.evaluation.statistics import student_quantile
 from turnmill.records import InvalidReason, Purpose, RolloutRequest, SampleRecord, SampleState
 from turnmill.wiring.rescoring.comparison import (
     Comparison,
@@ -13,7 +14,6 @@ from turnmill.wiring.rescoring.comparison import (
     compare,
     correlation,
     difference_interval,
-    student_quantile,
 )
 
 

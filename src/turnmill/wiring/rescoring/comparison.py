@@ -7,13 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any
 
+from turnmill.evaluation.statistics import student_quantile
 from turnmill.records import InvalidReason, SampleRecord
 
-# Quantile of the normal distribution for two-sided intervals of 95 %.
-_Z = NormalDist().inv_cdf(0.975)
 _MOST_CHANGED = 10
 
 
@@ -206,25 +205,6 @@ def difference_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, flo
     degrees = len(clusters) - 1
     reach = student_quantile(degrees) * math.sqrt((degrees + 1) / degrees * squares) / num
     return mean - reach, mean + reach
-
-
-def student_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else to within 1 % from below.
-
-    By the first four terms of the expansion in powers of 1 / degrees (R. A. Fisher, E. A. Cornish, The percentile
-    points of distributions having known cumulants, Technometrics 2 (1960), 209-225).
-    """
-    if degrees == 1:
-        return math.tan(math.pi * 0.475)
-    if degrees == 2:
-        return 0.95 / math.sqrt(2 * 0.975 * 0.025)
-    z = _Z
-    return (
-        z
-        + (z**3 + z) / (4 * degrees)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
-    )
 
 
 def correlation(old: Sequence[float], new: Sequence[float]) -> float | None:
