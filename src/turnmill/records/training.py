@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from turnmill.records.keys import batch_prefix, worker_key
 
@@ -16,10 +17,11 @@ class Version:
     def __str__(self) -> str:
         return f"{self.incarnation}.{self.n}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Version":
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> "Version":
         incarnation, n = text.split(".")
-        return cls(incarnation=int(incarnation), n=int(n))
+        return Version(incarnation=int(incarnation), n=int(n))
 
 
 @dataclass(frozen=True, kw_only=True)

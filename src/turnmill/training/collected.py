@@ -1,5 +1,6 @@
 """What the collector takes and gives: rollouts that were asked for, and closed batches."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from turnmill.records import Progress, SampleRecord
 from turnmill.training.batcher import Closed
 from turnmill.training.samples import TrainingSample
 from turnmill.training.scoring import Requests
+from turnmill.training.stale_audit import StaleTokens
 from turnmill.training.tally import Tally
 
 
@@ -40,3 +42,5 @@ class Collected:
     # Since its turn came: how the groups are cut into parts, and how many were begun before.
     parts: tuple[int, ...] = ()
     num_early: int = 0
+    # Finds out about its older tokens; None where it has none.
+    stale: asyncio.Task[StaleTokens] | None = None

@@ -12,14 +12,15 @@ the weights that the batch made; what is still being played then ends and is cou
 policy it goes on all the time, as far as there are slots: what steps made and replicas serve meanwhile gives them back.
 
 The gradients of a batch are made ahead with the weights that will make its step: from `update_made` of the step before
-on, never across an update.
+on, never across an update. Its older tokens are audited from the moment when it is closed, whatever steps are made.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from turnmill.budget import Allowance
 from turnmill.config import Config
@@ -33,11 +34,14 @@ from turnmill.training.played import load_calls, oldest_version, rollout_of
 from turnmill.training.samples import TrainingSample, check_sample, training_sample
 from turnmill.training.scoring import GroupScoring
 from turnmill.training.served import Served
+from turnmill.training.stale_audit import StaleTokens
 from turnmill.training.tally import Tally, describe_invalid
 
 logger = logging.getLogger(__name__)
 # How often the records of the replicas are looked at while slots wait for a version to be served: nobody is told of it.
 _LOOK_S = 0.1
+# Of the older tokens in the groups of the batch of a step.
+Audit = Callable[[Sequence[Sequence[TrainingSample]], int], Coroutine[Any, Any, StaleTokens]]
 
 
 class Collector:
@@ -49,6 +53,7 @@ class Collector:
         rollouts: RolloutSource,
         builder: BatchBuilder,
         ahead: Ahead,
+        audit: Audit | None,
         config: Config,
         stop: asyncio.Event,
         allowance: Allowance,
@@ -58,6 +63,8 @@ class Collector:
         self._rollouts = rollouts
         self.builder = builder
         self._ahead = ahead
+        self._audit = audit
+        self._audits: set[asyncio.Task[StaleTokens]] = set()
         self._config = config
         self._stop = stop
         self._allowance = allowance
@@ -148,6 +155,10 @@ class Collector:
         try:
             await self._give_up(reason)
         finally:
+            # Those of batches whose turn did not come.
+            for task in self._audits:
+                task.cancel()
+            await asyncio.gather(*self._audits, return_exceptions=True)
             await self._ahead.abandon()
 
     def abort(self) -> None:
@@ -260,15 +271,17 @@ class Collector:
         self._tally.seconds.generate_s += now - self._begun
         for group_id in self._of_groups.keys() - self.builder.group_ids:
             self._tally.add(self._of_groups.pop(group_id))
+        groups = [*offered, *self._ready(closed.groups[len(offered) :])]
         self._closed.append(
             Collected(
                 closed=closed,
-                groups=[*offered, *self._ready(closed.groups[len(offered) :])],
+                groups=groups,
                 progress=self.builder.progress,
                 tally=self._tally,
                 num_offered=len(offered),
                 num_ended=self._num_ended,
                 num_failed=self._num_failed,
+                stale=self._begin_audit(groups, closed.step),
             )
         )
         if closed.groups and self._config.is_async:
@@ -280,6 +293,20 @@ class Collector:
         self._moved.set()
         await self._drop(closed.drops)
         await self._let_go()
+
+    def _begin_audit(self, groups: Sequence[Sequence[TrainingSample]], step: int) -> asyncio.Task[StaleTokens] | None:
+        if self._audit is None or not groups:
+            return None
+        task = asyncio.create_task(self._audit(groups, step), name=f"audit for step {step}")
+        self._audits.add(task)
+        task.add_done_callback(self._audited)
+        return task
+
+    def _audited(self, task: asyncio.Task[StaleTokens]) -> None:
+        self._audits.discard(task)
+        if not task.cancelled():
+            # What it ended with is for the step to tell, if there is one.
+            task.exception()
 
     async def _give_up(self, reason: DropReason) -> None:
         """Drop everything that was requested and whose batch's turn has not come."""

@@ -34,7 +34,7 @@ from turnmill.training.ahead import Ahead
 from turnmill.training.batcher import BatchBuilder
 from turnmill.training.checkpoint import Checkpoints, Manifest, export, writing
 from turnmill.training.collected import Collected, RolloutSource
-from turnmill.training.collector import Collector
+from turnmill.training.collector import Audit, Collector
 from turnmill.training.history import live_batches
 from turnmill.training.keeper import Keeper
 from turnmill.training.resume import resume
@@ -92,7 +92,9 @@ async def train(
         )
         allowance = Allowance(ports.records, run.run_id, config.budget_tokens)
         served = Served(ports.records, run.run_id)
-        collector = Collector(ports.records, rollouts, builder, training.ahead, config, stop, allowance, served)
+        collector = Collector(
+            ports.records, rollouts, builder, training.ahead, training.audit, config, stop, allowance, served
+        )
         state = await training.steps(collector, stop)
         await collector.close(DropReason.SURPLUS)
         position = builder.position
@@ -160,6 +162,11 @@ class _Training:
         """The weights after them."""
         return self._stepper.version
 
+    @property
+    def audit(self) -> Audit | None:
+        """Of the older tokens in a batch whose turn may not have come; None on policy, where there are none."""
+        return self._stepper.audit_stale if self._config.is_async else None
+
     async def resume(self, stop: asyncio.Event) -> Progress | None:
         """Go to the last recorded step; where in the data to go on, None when asked to stop before."""
         metrics = await self._ports.metrics.read(self._run_id)
@@ -209,11 +216,11 @@ class _Training:
 
     async def _train(self, collector: Collector, collected: Collected) -> None:
         """One optimizer step on a closed batch."""
-        groups, step, tally = collected.groups, collected.closed.step, collected.tally
+        groups, tally = collected.groups, collected.tally
+        aged = ages(chain.from_iterable(groups), collected.closed.step, self._config.max_staleness)
 
         def values() -> dict[str, float]:
             counted = tally.values(threshold=self._config.success_threshold, num_trained=sum(map(len, groups)))
-            aged = ages(chain.from_iterable(groups), step, self._config.max_staleness)
             return counted | aged | {"early_share": collected.num_early / len(groups)}
 
         await self._until_told()
@@ -221,7 +228,7 @@ class _Training:
             collected.closed.groups, groups, collected.parts, collected.progress, values()
         )
         begun = time.monotonic()
-        result = await self._stepper.make(taken, groups, gradients=self.ahead.wait)
+        result = await self._stepper.make(taken, groups, gradients=self.ahead.wait, stale=collected.stale)
         stepped = time.monotonic()
         self._set_version(self._stepper.next_version)
         await collector.update_made()

@@ -10,6 +10,7 @@ that the conversation went on from. Axes: T positions of a row.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -52,13 +53,15 @@ class Row:
     def num_trained(self) -> int:
         return sum(self.loss_mask)
 
-    @property
-    def trained_versions(self) -> set[str]:
+    @cached_property
+    def trained_versions(self) -> frozenset[str]:
         """Those that sampled its trained tokens."""
-        return {span.version for span in self.spans if any(self.loss_mask[span.start : span.end])}
+        return frozenset(span.version for span in self.spans if any(self.loss_mask[span.start : span.end]))
 
     def only(self, version: str) -> "Row":
         """Cut behind the last trained token of `version`, and with no others trained."""
+        if self.trained_versions == {version} and self.loss_mask[-1]:
+            return self
         mask = [0] * len(self.token_ids)
         for span in self.spans:
             if span.version == version:
@@ -93,7 +96,7 @@ class TrainingSample:
     # Of the report that the reward is from; None: of no record.
     report_digest: str | None = None
 
-    @property
+    @cached_property
     def versions(self) -> tuple[str, str] | None:
         """The oldest and the newest one that sampled its trained tokens; None where nothing is trained."""
         texts = {text for row in self.rows for text in row.trained_versions}

@@ -3,8 +3,9 @@
     trained tokens of older versions -> by version -> its kept weights, proved -> passes without gradients -> TokenAudit
 
 What the current weights sampled is compared in the passes that make the gradients. For the rest, a second policy takes
-on one kept version after the other: that of the trainer belongs to the passes of other threads. A row is cut behind the
-last token of the version, and prompts are shared, so that this costs a part of a forward pass over the batch.
+on one kept version after the other: that of the trainer belongs to the passes of other threads. So this need not wait
+for the steps before: it begins when the batch is closed. A row is cut behind the last token of the version, and prompts
+are shared, so that this costs a part of a forward pass over the batch.
 """
 
 import asyncio
@@ -51,6 +52,8 @@ class StaleAudit:
         self._policy = trainer.policy.frozen_twin()
         # Whose weights it holds.
         self._version = ""
+        # One batch at a time.
+        self._lock = asyncio.Lock()
 
     async def check(
         self,
@@ -65,6 +68,17 @@ class StaleAudit:
         `fingerprints` are the trainer's, by version text. With `may_be_gone` (a step that is made again) versions whose
         weights are no longer kept are left out: of their tokens the digests of the records are what is checked.
         """
+        async with self._lock:
+            return await self._check(groups, current, fingerprints, may_be_gone=may_be_gone)
+
+    async def _check(
+        self,
+        groups: Sequence[Sequence[TrainingSample]],
+        current: Version,
+        fingerprints: Mapping[str, str],
+        *,
+        may_be_gone: bool,
+    ) -> StaleTokens:
         found = StaleTokens()
         rows = [row for group in groups for sample in group for row in sample.rows]
         versions = {version for row in rows for version in row.trained_versions} - {str(current)}

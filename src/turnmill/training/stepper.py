@@ -211,14 +211,16 @@ class Stepper:
         groups: Sequence[Sequence[TrainingSample]],
         *,
         gradients: Callable[[], Awaitable[None]] | None = None,
+        stale: Awaitable[StaleTokens] | None = None,
         is_vouched: bool = True,
     ) -> StepResult:
         """Make the step of a taken batch, whose samples are `groups`, in the trainer.
 
-        `gradients` waits until those of all groups are accumulated; without it, they are made here. Without
-        `is_vouched` the replicas that sampled may be gone (see `check_fingerprints`).
+        `gradients` waits until those of all groups are accumulated; without it, they are made here. `stale` is what
+        `audit_stale` finds of the batch, where that was begun before. Without `is_vouched` the replicas that sampled
+        may be gone (see `check_fingerprints`).
         """
-        result = await self._make(groups, taken.batch.parts, gradients, is_vouched=is_vouched)
+        result = await self._make(groups, taken.batch.parts, gradients, stale, is_vouched=is_vouched)
         failpoints.hit("step-made")
         return result
 
@@ -227,21 +229,34 @@ class Stepper:
         groups: Sequence[Sequence[TrainingSample]],
         parts: Sequence[int],
         gradients: Callable[[], Awaitable[None]] | None,
+        stale: Awaitable[StaleTokens] | None,
         *,
         is_vouched: bool,
     ) -> StepResult:
         """Audit and step. Tokens of older versions are audited beside the gradients, and before the update."""
         await self._check_replicas(groups, is_vouched=is_vouched)
-        stale = StaleTokens()
-        if self._audit is not None:
-            stale = await self._audit.check(groups, self.version, self.fingerprints, may_be_gone=not is_vouched)
+        found = await (stale or self.audit_stale(groups, self.step + 1, may_be_gone=not is_vouched))
         if gradients is None:
             version = str(self.version) if self.trainer.config.is_async else None
             result = await asyncio.to_thread(self.trainer.step, groups, parts, threads=self._threads, version=version)
         else:
             await gradients()
             result = await asyncio.to_thread(self.trainer.finish)
-        return stale.added_to(result)
+        return found.added_to(result)
+
+    async def audit_stale(
+        self, groups: Sequence[Sequence[TrainingSample]], step: int, *, may_be_gone: bool = False
+    ) -> StaleTokens:
+        """What is found of the older tokens in the batch of step `step`; it may be asked for before its turn comes.
+
+        Older than the weights that the step starts from: the tokens of those are compared in the passes that make its
+        gradients. See `StaleAudit.check`.
+        """
+        if self._audit is None:
+            return StaleTokens()
+        # That of a step which is not made yet is of this process.
+        current = self.version if step == self.step + 1 else Version(incarnation=self._status.incarnation, n=step - 1)
+        return await self._audit.check(groups, current, self.fingerprints, may_be_gone=may_be_gone)
 
     async def commit(self, taken: Taken, values: dict[str, float]) -> None:
         """Store the weights of the step just made, and the batch as applied with `values`; and have them served."""
@@ -269,7 +284,7 @@ class Stepper:
         """Make the step of an applied batch again; raises `AuditFailed` unless it gives the recorded weights."""
         samples = [sample for sample, _ in await self._read(batch, SampleState.TRAINED)]
         groups = await self.load(batch, samples)
-        result = await self._make(groups, batch.parts, None, is_vouched=False)
+        result = await self._make(groups, batch.parts, None, None, is_vouched=False)
         digest = await asyncio.to_thread(self.trainer.fingerprint)
         if digest != batch.digest or batch.version is None:
             raise AuditFailed(

@@ -1,6 +1,7 @@
 """Off policy over real embedded ports: rollouts and steps at the same time, and what is checked of older tokens."""
 
 import asyncio
+import gc
 import re
 import shutil
 import threading
@@ -28,6 +29,7 @@ from turnmill.records import (
 )
 from turnmill.training.history import live_batches, supersede
 from turnmill.training.policy import Policy
+from turnmill.training.stale_audit import StaleAudit, StaleTokens
 from turnmill.training.trainer import StepResult, Trainer
 
 
@@ -116,6 +118,62 @@ async def test_the_next_batches_are_asked_for_and_decided_while_a_step_is_made(
     await bench.train(rollouts, max_steps=3)
     assert sorted(ages_of(bench, await bench.samples()))[-1] == 2
     assert sum(rollouts.num_requested.values()) == 3 * 8
+
+
+async def test_older_tokens_are_audited_from_the_end_of_their_batch_whatever_steps_are_being_made(
+    bench: Bench, tiny_model: Path, builders: Builders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited = threading.Event()
+
+    class Waiting(Trainer):
+        def finish(self) -> StepResult:
+            assert audited.wait(20), "the next batch is not audited while the step is made"
+            return super().finish()
+
+    check = StaleAudit.check
+
+    async def seen(self: StaleAudit, *args: Any, **kwargs: Any) -> StaleTokens:
+        found = await check(self, *args, **kwargs)
+        # Those of the first batch are all of the current version.
+        if found.num_tokens:
+            audited.set()
+        return found
+
+    monkeypatch.setattr(StaleAudit, "check", seen)
+    bench.trainer = Waiting(tiny_model, bench.config)
+    await bench.train(OneByOne(bench.ports, tiny_model, builders, first_of_four), max_steps=3)
+    assert (await bench.status()).state == "succeeded"
+
+
+async def test_an_audit_of_a_batch_that_is_given_up_fails_nothing(
+    bench: Bench,
+    tiny_model: Path,
+    builders: Builders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    audited = threading.Event()
+
+    class Stopping(Trainer):
+        def finish(self) -> StepResult:
+            assert audited.wait(20)
+            loop.call_soon_threadsafe(bench.stop.set)
+            return super().finish()
+
+    async def failing(self: StaleAudit, groups: Any, current: Version, *args: Any, **kwargs: Any) -> StaleTokens:
+        if current.n == 0:
+            return StaleTokens()
+        audited.set()
+        raise AuditFailed("of a batch whose turn does not come")
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(StaleAudit, "check", failing)
+    bench.trainer = Stopping(tiny_model, bench.config)
+    await bench.train(OneByOne(bench.ports, tiny_model, builders, first_of_four))
+    gc.collect()
+    status = await bench.status()
+    assert (status.state, status.step, status.error) == ("cancelled", 1, None)
+    assert "never retrieved" not in caplog.text
 
 
 async def test_no_more_is_asked_for_than_slots_and_than_the_run_needs(
