@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.backends.embedded.files import write_atomically
+from turnmill.cli.errors import EXIT_FAILED
 from turnmill.cli.options import CommandWithParameters, collect_flags, config_options, unsafe_env_option
 from turnmill.cli.show import at_root, choose_run, json_option, root_option
 from turnmill.cli.view import PlainConsole, command, say
@@ -75,7 +76,7 @@ def rescore_command(
 
     What is not said about the environment is as it was for the run. Nothing is sampled: the model's answers are those
     that were stored, and a conversation in which the environment asks for anything else is told to have diverged.
-    The run is only read, and may go on meanwhile.
+    The run is only read, and may go on meanwhile. Exit code 1: none of the conversations could be rescored.
     """
     run = choose_run(look_at_runs(root), root, run_id)
     selection = Selection(
@@ -94,8 +95,10 @@ def rescore_command(
         _write(output, content)
     if as_json:
         click.echo(content)
-        return
-    _show(found, root)
+    else:
+        _show(found, root)
+    if not found.comparison.num_rescored:
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _steps(text: str) -> tuple[int, int]:

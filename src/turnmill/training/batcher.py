@@ -94,7 +94,7 @@ class BatchBuilder:
         self._is_masking, self._is_dropping = config.overlong == "mask", config.overlong == "drop"
         self._table = table or TaskTable()
         self._order = order_of(config, tasks, self._table.statistics)
-        self.useless = UselessGroups(config)
+        self.useless = UselessGroups(config, self._table.statistics)
         self._prefix = prefix
         self._num_drawn = 0
         # Optimizer step that the batch being collected makes.

@@ -3,21 +3,30 @@
 decided group -> count -> check: NoProgress with the diagnosis
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from turnmill.config import Config
 from turnmill.errors import NoProgress, printable
 from turnmill.records import TaskOutcome
+from turnmill.training.task_statistics import TaskStatistics
 
 # Task ids that a diagnosis names.
 _NAMED = 5
+# Share of a task's rollouts in this run that passed.
+_NOT_TOO_HARD = 0.1
+_TOO_HARD = (
+    "These tasks are too hard for this model, or the reward does not tell good from bad: give partial credit, add "
+    "easier tasks, or begin with a model that passes some of them."
+)
 
 
 class UselessGroups:
     """Those since the last group with signal, in the order in which they were decided, by one trainer process."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, statistics: Mapping[str, TaskStatistics]) -> None:
+        """`statistics` go on to be counted by their owner."""
         self._config = config
+        self._statistics = statistics
         self._row: list[TaskOutcome] = []
 
     def count(self, outcome: TaskOutcome) -> None:
@@ -43,7 +52,7 @@ class UselessGroups:
         failed = [one for one in equal if one.num_passed == 0]
         passed = [one for one in equal if one.num_passed == one.num_valid]
         sentences = [
-            self._failed(failed) if failed else "",
+            self._failed(failed, is_alone=not passed) if failed else "",
             self._passed(passed) if passed else "",
             self._mixed(failed, passed) if failed and passed else "",
             self._left_out(overlong) if overlong else "",
@@ -53,13 +62,24 @@ class UselessGroups:
         ]
         return " ".join(sentence for sentence in sentences if sentence)
 
-    def _failed(self, failed: Collection[TaskOutcome]) -> str:
+    def _failed(self, failed: Collection[TaskOutcome], *, is_alone: bool) -> str:
         mean = sum(one.reward_sum for one in failed) / sum(one.num_valid for one in failed)
         return (
             f"In {_groups(failed)} no rollout passed and all earned the same (mean reward {mean:g}, "
-            f"success_threshold {self._config.success_threshold:g}): {_tasks(failed)}. These tasks are too hard for "
-            "this model, or the reward does not tell good from bad: give partial credit, add easier tasks, or begin "
-            "with a model that passes some of them."
+            f"success_threshold {self._config.success_threshold:g}): {_tasks(failed)}. "
+            f"{(is_alone and self._lost(failed)) or _TOO_HARD}"
+        )
+
+    def _lost(self, failed: Collection[TaskOutcome]) -> str:
+        """Of tasks that were not too hard before; empty if they were."""
+        found = [self._statistics[one] for one in {one.task_id for one in failed} if one in self._statistics]
+        num_passed, num_valid = sum(one.num_passed for one in found), sum(one.num_valid for one in found)
+        if num_passed < max(1, _NOT_TOO_HARD * num_valid):
+            return ""
+        return (
+            f"But {num_passed} of the {num_valid} rollouts that this run has counted of them passed: it is the policy "
+            "that has become worse. Train anew with a lower lr, or with kl_coeff, which holds it to the base model; "
+            "the best checkpoint is kept."
         )
 
     def _passed(self, passed: Collection[TaskOutcome]) -> str:

@@ -73,11 +73,11 @@ async def test_what_is_different_is_shown_and_written(command: Command, tmp_path
 
 async def test_what_diverged_and_what_is_invalid_says_why(command: Command) -> None:
     code, out, _ = await command.run("--env-args", '{"told": "Other."}', "--sample", "t1_0")
-    assert code == 0 and "rescored 0 of 1 conversations" in out and "1 diverged" in out
+    assert code == 1 and "rescored 0 of 1 conversations" in out and "1 diverged" in out
     assert "diverged t1_0: turn 2: messages[2] is user 'Other.', stored is user 'Again.'" in out
     assert "there is nothing to compare" in out
     code, out, _ = await command.run("--env-args", '{"is_broken": true}', "--limit", "1")
-    assert code == 0 and "1 invalid (reward_error)" in out
+    assert code == 1 and "1 invalid (reward_error)" in out
     assert "invalid t2_1: reward_error: RewardFunctionFailed: reward function raising raised KeyError" in out
 
 

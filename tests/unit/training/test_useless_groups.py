@@ -1,13 +1,14 @@
 """The diagnosis of groups without signal: each sentence for its case, with real numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from turnmill.config import Config
 from turnmill.errors import NoProgress
 from turnmill.records import TaskOutcome
-from turnmill.training.task_statistics import outcome_of
+from turnmill.training.task_statistics import TaskStatistics, outcome_of
 from turnmill.training.useless import UselessGroups
 
 WHY = "samples/r/train/t_0: env_error: no dictionary"
@@ -27,8 +28,10 @@ def group(
     )
 
 
-def diagnosis(*found: TaskOutcome, config: Config | None = None) -> str:
-    useless = UselessGroups(config or Config())
+def diagnosis(
+    *found: TaskOutcome, config: Config | None = None, statistics: Mapping[str, TaskStatistics] | None = None
+) -> str:
+    useless = UselessGroups(config or Config(), statistics or {})
     for outcome in found:
         useless.count(outcome)
     return useless.diagnosis(WHY)
@@ -41,6 +44,17 @@ def test_tasks_that_are_too_hard() -> None:
         "tasks a, b. These tasks are too hard for this model, or the reward does not tell good from bad: give "
         "partial credit, add easier tasks, or begin with a model that passes some of them."
     )
+
+
+def test_tasks_that_were_passed_before_are_not_too_hard() -> None:
+    known = TaskStatistics(task_id="a").after(group("a", [1.0, 1.0, 0.0]), 3)
+    text = diagnosis(group("a", [0.0, 0.0]), group("b", [0.0, 0.0]), statistics={"a": known})
+    assert "But 2 of the 3 rollouts that this run has counted of them passed: it is the policy that has become" in text
+    assert "too hard" not in text
+    seldom = replace(known, num_valid=30)
+    assert "too hard" in diagnosis(group("a", [0.0, 0.0]), statistics={"a": seldom})
+    # Lately some passed as a whole.
+    assert "become worse" not in diagnosis(group("a", [0.0] * 2), group("b", [1.0] * 2), statistics={"a": known})
 
 
 def test_tasks_that_are_too_easy_with_the_first_few_by_name() -> None:
@@ -101,7 +115,7 @@ def test_groups_that_only_the_reward_of_the_group_makes_equal() -> None:
 
 
 def test_the_run_stops_at_the_limit_and_a_group_with_signal_begins_anew() -> None:
-    useless = UselessGroups(Config(max_useless_groups=2))
+    useless = UselessGroups(Config(max_useless_groups=2), {})
     for rewards in ([0.0, 0.0], [1.0, 0.0], [0.0, 0.0]):
         useless.count(group("a", rewards))
         useless.check(WHY)
@@ -111,7 +125,7 @@ def test_the_run_stops_at_the_limit_and_a_group_with_signal_begins_anew() -> Non
 
 
 def test_without_a_limit_nothing_is_stopped() -> None:
-    useless = UselessGroups(Config())
+    useless = UselessGroups(Config(), {})
     for _ in range(1000):
         useless.count(group("a", [0.0, 0.0]))
     useless.check(WHY)
