@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,23 @@ class Running:
         pid = wait_for(name, lambda: self.role_pid(name), self.process)
         os.kill(pid, signal.SIGKILL)
         return int(pid)
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        wait_for(f"step {num_steps}", lambda: self.num_steps() >= num_steps, self.process)
+
+    def wait_for_death(self, name: str, pid: int) -> None:
+        wait_for(f"death of {name} {pid}", lambda: self.role_pid(name) != pid, self.process)
+
+    def kill_trainer_at(self, points: Sequence[str]) -> None:
+        """At each of these failpoints once, one after the other, always after one more step."""
+        armed = self.root / "failpoints"
+        armed.mkdir()
+        for point in points:
+            self.wait_for_steps(self.num_steps() + 1)
+            pid = wait_for("trainer", lambda: self.role_pid("trainer"), self.process)
+            (armed / point).touch()
+            self.wait_for_death("trainer", pid)
+            assert not (armed / point).exists()
 
     def finish(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for the end; the JSON line of a run that succeeded."""

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.processes import Running, read_records, start_run, wait_for
 from tests.e2e.test_evaluated_runs import arm, held_out, metrics_of, played
-from tests.e2e.test_resume import POINTS, wait_for_death, wait_for_steps
+from tests.e2e.test_resume import POINTS
 from turnmill.records import SampleState, Version
 from turnmill.wiring.event_loop import run_loop
 from turnmill.wiring.reading.runs import read_metrics
@@ -97,15 +97,8 @@ def test_the_bound_holds_after_the_trainer_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("points", [POINTS[:4], POINTS[4:8], POINTS[8:]], ids=lambda points: points[0])
 def test_the_bound_holds_wherever_in_a_step_the_trainer_was_killed(tmp_path: Path, points: tuple[str, ...]) -> None:
     """Rollouts, the replicas' loading and the steps go on beside one another when it dies and when it is back."""
-    armed = tmp_path / "failpoints"
-    armed.mkdir()
     with start_run(tmp_path, **{**ASYNC, "max_steps": "10", "save_steps": "1", "save_top_k": "2"}) as running:
-        for point in points:
-            wait_for_steps(running, running.num_steps() + 1)
-            killed = wait_for("trainer", lambda: running.role_pid("trainer"), running.process)
-            (armed / point).touch()
-            wait_for_death(running, killed)
-            assert not (armed / point).exists()
+        running.kill_trainer_at(points)
         figures = running.finish()
     assert (figures["status"], figures["steps"]) == ("succeeded", 10)
     check_accounting(tmp_path, figures)
@@ -120,7 +113,7 @@ def test_conversations_of_an_adapter_that_outlive_their_workers_make_no_trained_
     changes = {"training_method": "RFT_MULTITURN_LORA", "lora_rank": "8", "lr": "5e-3", "max_concurrent_rollouts": "24"}
     with start_run(tmp_path, **{**ASYNC, **changes, "max_steps": "8"}) as running:
         for _ in range(4):
-            wait_for_steps(running, running.num_steps() + 1)
+            running.wait_for_steps(running.num_steps() + 1)
             running.kill("worker-0")
         figures = running.finish()
     assert figures["steps"] == 8

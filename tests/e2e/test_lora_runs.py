@@ -18,7 +18,6 @@ from tests.e2e.accounts import check_accounting, check_steps
 from tests.e2e.house import CONFIG, MODEL, accounted, open_house
 from tests.e2e.processes import start_run
 from tests.e2e.test_kills_in_conversations import calls_of
-from tests.e2e.test_resume import wait_for_death, wait_for_steps
 from turnmill.errors import AuditFailed, WeightsUnproved
 from turnmill.generation.transformers_engine import TransformersEngine
 from turnmill.records import Version
@@ -122,8 +121,8 @@ def test_a_killed_run_of_an_adapter_goes_on_to_the_same_bits_and_publishes_a_mod
         lr="1e-2",
     ) as running:
         for num_steps in (1, 3):
-            wait_for_steps(running, num_steps)
-            wait_for_death(running, running.kill("trainer"))
+            running.wait_for_steps(num_steps)
+            running.wait_for_death("trainer", running.kill("trainer"))
         figures = running.finish()
     check_accounting(tmp_path, figures)
     check_steps(tmp_path, figures)

@@ -22,14 +22,6 @@ def run_id_of(running: Running) -> str:
     return running.folder.name
 
 
-def wait_for_steps(running: Running, num_steps: int) -> None:
-    wait_for(f"step {num_steps}", lambda: running.num_steps() >= num_steps, running.process)
-
-
-def wait_for_death(running: Running, pid: int) -> None:
-    wait_for(f"death of trainer {pid}", lambda: running.role_pid("trainer") != pid, running.process)
-
-
 def turnmill(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "turnmill", *arguments, "--root", str(root)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,8 +35,8 @@ def status_of(root: Path, run_id: str) -> dict[str, Any]:
 def test_a_trainer_that_is_killed_twice_goes_on_and_no_step_is_made_twice(tmp_path: Path) -> None:
     with start_run(tmp_path, max_steps="5", save_steps="2") as running:
         for num_steps in (1, 3):
-            wait_for_steps(running, num_steps)
-            wait_for_death(running, running.kill("trainer"))
+            running.wait_for_steps(num_steps)
+            running.wait_for_death("trainer", running.kill("trainer"))
         figures = running.finish()
     assert (figures["status"], figures["steps"]) == ("succeeded", 5)
     check_accounting(tmp_path, figures)
@@ -76,7 +68,7 @@ def test_a_run_whose_control_process_was_killed_is_resumed_to_its_end(tmp_path: 
 
 def test_a_stopped_run_goes_on_from_its_last_step(tmp_path: Path) -> None:
     with start_run(tmp_path, max_steps="3", save_steps="2") as running:
-        wait_for_steps(running, 1)
+        running.wait_for_steps(1)
         run_id = run_id_of(running)
         running.process.send_signal(signal.SIGINT)
         _, err = running.process.communicate(timeout=PATIENCE_S)
@@ -155,15 +147,8 @@ POINTS = (
 def test_a_trainer_killed_between_any_two_writes_of_a_step_makes_it_once(
     tmp_path: Path, points: tuple[str, ...]
 ) -> None:
-    armed = tmp_path / "failpoints"
-    armed.mkdir()
     with start_run(tmp_path, max_steps="8", save_steps="1", save_top_k="2") as running:
-        for point in points:
-            wait_for_steps(running, running.num_steps() + 1)
-            killed = wait_for("trainer", lambda: running.role_pid("trainer"), running.process)
-            (armed / point).touch()
-            wait_for_death(running, killed)
-            assert not (armed / point).exists()
+        running.kill_trainer_at(points)
         figures = running.finish()
     assert (figures["status"], figures["steps"]) == ("succeeded", 8)
     check_accounting(tmp_path, figures)
