@@ -23,6 +23,8 @@ from turnmill.wiring.reading.runs import look_at_runs
 from turnmill.wiring.watching.examining import examine_anew
 
 _STYLES = {Verdict.STALLED: "bold red", Verdict.FAULTY: "bold red", Verdict.ENDED_BADLY: "bold red"}
+# Characters of a log line that make it the same text as the summary: at least so many, and as far as so many tell.
+_SHORTEST_REPEAT, _COMPARED = 20, 100
 
 
 @click.command(short_help="Say what holds a run up.")
@@ -106,13 +108,22 @@ def _lines(seen: Snapshot, report: Report) -> list[Text]:
     return lines
 
 
+def _repeats(line: str, summary: str) -> bool:
+    """Whether a log line tells, behind what comes before a colon, nothing but what the summary does."""
+    rest = line
+    while rest := rest.partition(": ")[2]:
+        if len(rest) >= _SHORTEST_REPEAT and rest[:_COMPARED] in summary:
+            return True
+    return False
+
+
 def _diagnosis(diagnosis: Diagnosis, *, is_first: bool) -> list[Text]:
     lines = [Text.assemble((diagnosis.role, "bold red" if is_first else "bold yellow"), f": {diagnosis.summary}")]
     lines += [Text(f"  - {fact}") for fact in diagnosis.evidence]
     if diagnosis.conversation is not None:
         lines.append(Text(f"  conversation: {shlex.quote(diagnosis.conversation)}"))
-    if diagnosis.log_lines:
-        lines += [Text("  last log lines:", style="dim"), *(Text(f"    {line}", "dim") for line in diagnosis.log_lines)]
+    if news := [line for line in diagnosis.log_lines if not _repeats(line, diagnosis.summary)]:
+        lines += [Text("  last log lines:", style="dim"), *(Text(f"    {line}", "dim") for line in news)]
     if diagnosis.commands:
         lines += [Text("  do:"), *(command(f"    {each}", style="cyan") for each in diagnosis.commands)]
     return lines

@@ -41,7 +41,7 @@ class UselessGroups:
         most = self._config.max_useless_groups
         if most and len(self._row) >= most:
             raise NoProgress(
-                f"{len(self._row)} groups in a row without signal (max_useless_groups = {most}). "
+                f"{_groups(self._row)} in a row without signal (max_useless_groups = {most}). "
                 f"{self.diagnosis(last_invalid)}"
             )
 

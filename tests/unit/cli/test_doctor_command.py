@@ -72,6 +72,20 @@ def test_a_failed_run_is_explained_with_its_last_log_lines_and_what_to_do(tmp_pa
         assert text in result.output, result.output
 
 
+def test_log_lines_that_say_what_the_error_says_are_not_told_again(tmp_path: Path) -> None:
+    why = "NoProgress: 5 groups in a row without signal. These tasks are too hard for this model"
+    make_run(tmp_path, "r1", RunStatus.FAILED, f"the trainer stopped at step 0: {why}")
+    logs = tmp_path / "runs/r1/logs"
+    logs.mkdir(parents=True)
+    text = why.partition(": ")[2]
+    (logs / "trainer.log").write_text(
+        f"loaded: model\n12:00 trainer ERROR loop: stopped at step 0: {text}\nError: {text}\n"
+    )
+    result = doctor(tmp_path, "r1")
+    assert result.output.count("5 groups in a row") == 1 and "loaded: model" in result.output, result.output
+    assert json.loads(doctor(tmp_path, "r1", "--json").output)["diagnoses"][0]["log_lines"][-1] == f"Error: {text}"
+
+
 @pytest.mark.parametrize("status", [RunStatus.SUCCEEDED, RunStatus.CANCELLED, RunStatus.QUEUED])
 def test_what_is_as_it_should_be_has_exit_code_0(tmp_path: Path, status: RunStatus) -> None:
     make_run(tmp_path, "r1", status)
