@@ -155,16 +155,18 @@ class Collector:
         try:
             await self._give_up(reason)
         finally:
-            # Those of batches whose turn did not come.
-            for task in self._audits:
+            # Of the batch whose step failed before it asked for what was found.
+            audits = list(self._audits)
+            for task in audits:
                 task.cancel()
-            await asyncio.gather(*self._audits, return_exceptions=True)
+            await asyncio.gather(*audits, return_exceptions=True)
             await self._ahead.abandon()
 
     def abort(self) -> None:
         """Leave everything as it is."""
-        if self._pump is not None:
-            self._pump.cancel()
+        for task in (self._pump, *self._audits):
+            if task is not None:
+                task.cancel()
 
     async def _until(self, is_there: Callable[[], bool], beside: asyncio.Task[None] | None = None) -> None:
         """Wait for what the pump brings, or for its end; raises what it or `beside` ended with."""
@@ -312,7 +314,10 @@ class Collector:
         """Drop everything that was requested and whose batch's turn has not come."""
         drops = self.builder.cancel(reason)
         while self._closed:
-            groups = self._closed.popleft().closed.groups
+            collected = self._closed.popleft()
+            if collected.stale is not None:
+                collected.stale.cancel()
+            groups = collected.closed.groups
             drops += [Drop(sample_id=sample_id, reason=reason) for group in groups for sample_id in group]
         self._played, self._offered = {}, []
         if self._scoring is not None:

@@ -10,6 +10,7 @@ are shared, so that this costs a part of a forward pass over the batch.
 
 import asyncio
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class StaleAudit:
 
         `fingerprints` are the trainer's, by version text. With `may_be_gone` (a step that is made again) versions whose
         weights are no longer kept are left out: of their tokens the digests of the records are what is checked.
+        Cancelled, it ends after the pass that is being made.
         """
         async with self._lock:
             return await self._check(groups, current, fingerprints, may_be_gone=may_be_gone)
@@ -92,14 +94,33 @@ class StaleAudit:
                 logger.warning("tokens of version %s are not compared with its weights, which are gone", version)
                 continue
             cut = [row.only(version) for row in rows if version in row.trained_versions]
-            await asyncio.to_thread(self._add, found, cut, version, Path(stored.location), fingerprints[version])
+            is_given_up = threading.Event()
+            args = (found, cut, version, Path(stored.location), fingerprints[version], is_given_up)
+            passes = asyncio.create_task(asyncio.to_thread(self._add, *args), name=f"passes with version {version}")
+            try:
+                await asyncio.shield(passes)
+            except asyncio.CancelledError:
+                is_given_up.set()
+                # The policy is in use until then.
+                await asyncio.wait({passes})
+                raise
         found.check(self._trainer.config)
         return found
 
-    def _add(self, found: StaleTokens, rows: Sequence[Row], version: str, folder: Path, fingerprint: str) -> None:
+    def _add(
+        self,
+        found: StaleTokens,
+        rows: Sequence[Row],
+        version: str,
+        folder: Path,
+        fingerprint: str,
+        is_given_up: threading.Event,
+    ) -> None:
         with one_thread(), torch.no_grad():
             policy = self._loaded(version, folder, fingerprint)
             for bundles in plan(rows, self._trainer.config.micro_batch_tokens, is_sharing=policy.is_sharing):
+                if is_given_up.is_set():
+                    return
                 batch = collate(rows, [0] * len(rows), bundles)
                 logprobs_n, _ = token_logprobs(policy.logits(batch), batch.tokens_n, batch.temperature_n)
                 found.add(rows, batch, logprobs_n)

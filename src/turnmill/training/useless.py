@@ -71,15 +71,18 @@ class UselessGroups:
         )
 
     def _lost(self, failed: Collection[TaskOutcome]) -> str:
-        """Of tasks that were not too hard before; empty if they were."""
-        found = [self._statistics[one] for one in {one.task_id for one in failed} if one in self._statistics]
-        num_passed, num_valid = sum(one.num_passed for one in found), sum(one.num_valid for one in found)
-        if num_passed < max(1, _NOT_TOO_HARD * num_valid):
+        """Of tasks most of which were not too hard before; empty if they were."""
+        ids = {one.task_id for one in failed}
+        found = [self._statistics[task_id] for task_id in ids if task_id in self._statistics]
+        known = [one for one in found if one.num_passed >= max(2, _NOT_TOO_HARD * one.num_valid)]
+        if 2 * len(known) <= len(ids):
             return ""
+        num_passed, num_valid = sum(one.num_passed for one in known), sum(one.num_valid for one in known)
+        them = "it" if len(ids) == 1 else "most of them"
+        hold = "" if self._config.kl_coeff > 0 else ", or with kl_coeff, which holds it to the base model"
         return (
-            f"But {num_passed} of the {num_valid} rollouts that this run has counted of them passed: it is the policy "
-            "that has become worse. Train anew with a lower lr, or with kl_coeff, which holds it to the base model; "
-            "the best checkpoint is kept."
+            f"But {num_passed} of the {num_valid} rollouts that this run has counted of {them} passed: the policy may "
+            f"have become worse. Train anew with a lower lr{hold}."
         )
 
     def _passed(self, passed: Collection[TaskOutcome]) -> str:

@@ -1,5 +1,7 @@
 """Tokens of older versions against the weights of their own: which are compared, and what is said where that fails."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,8 @@ from turnmill.backends.embedded.weights import FolderWeightStore
 from turnmill.config import Config
 from turnmill.errors import AuditFailed, RecordCorrupt
 from turnmill.records import Call, SampleRecord, Version
+from turnmill.training.microbatches import MicroBatch
+from turnmill.training.policy import Policy
 from turnmill.training.samples import TrainingSample, training_sample
 from turnmill.training.stale_audit import StaleAudit
 from turnmill.training.trainer import Trainer
@@ -106,3 +110,32 @@ async def test_kept_weights_that_are_not_those_that_were_published_stop_the_run(
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RecordCorrupt, match="can't be read"):
         await StaleAudit(trainer, weights).check([[sample]], NEW, {str(OLD): "0000"}, may_be_gone=False)
+
+
+async def test_given_up_it_ends_after_the_pass_that_is_being_made(
+    trainer: Trainer, weights: FolderWeightStore, sample: TrainingSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit, known = StaleAudit(trainer, weights), {str(OLD): trainer.fingerprint()}
+    # One row fills a pass.
+    trainer.config = replace(trainer.config, micro_batch_tokens=8)
+    begun, going_on, num_passes = threading.Event(), threading.Event(), 0
+    logits = Policy.logits
+
+    def slow(self: Policy, batch: MicroBatch) -> torch.Tensor:
+        nonlocal num_passes
+        num_passes += 1
+        begun.set()
+        assert going_on.wait(20)
+        return logits(self, batch)
+
+    monkeypatch.setattr(Policy, "logits", slow)
+    task = asyncio.create_task(audit.check([[sample] * 5], NEW, known, may_be_gone=False))
+    assert await asyncio.to_thread(begun.wait, 20)
+    task.cancel()
+    again = asyncio.create_task(audit.check([[sample] * 5], NEW, known, may_be_gone=False))
+    await asyncio.sleep(0.05)
+    assert not task.done(), "the policy is in use"
+    going_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await again).num_tokens == 10 and num_passes == 1 + 5

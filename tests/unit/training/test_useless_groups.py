@@ -48,13 +48,20 @@ def test_tasks_that_are_too_hard() -> None:
 
 def test_tasks_that_were_passed_before_are_not_too_hard() -> None:
     known = TaskStatistics(task_id="a").after(group("a", [1.0, 1.0, 0.0]), 3)
-    text = diagnosis(group("a", [0.0, 0.0]), group("b", [0.0, 0.0]), statistics={"a": known})
-    assert "But 2 of the 3 rollouts that this run has counted of them passed: it is the policy that has become" in text
-    assert "too hard" not in text
-    seldom = replace(known, num_valid=30)
-    assert "too hard" in diagnosis(group("a", [0.0, 0.0]), statistics={"a": seldom})
+    text = diagnosis(group("a", [0.0, 0.0]), statistics={"a": known})
+    assert "But 2 of the 3 rollouts that this run has counted of it passed: the policy may have become worse." in text
+    assert "lower lr, or with kl_coeff" in text and "too hard" not in text
+    assert "kl_coeff" not in diagnosis(group("a", [0.0, 0.0]), statistics={"a": known}, config=Config(kl_coeff=0.1))
+
+
+def test_tasks_of_which_few_were_passed_before_are_too_hard() -> None:
+    known = TaskStatistics(task_id="a").after(group("a", [1.0, 1.0, 0.0]), 3)
+    failed = [group("a", [0.0, 0.0]), group("b", [0.0, 0.0])]
+    assert "too hard" in diagnosis(*failed, statistics={"a": known})
+    for seldom in (replace(known, num_valid=30), replace(known, num_passed=1)):
+        assert "too hard" in diagnosis(failed[0], statistics={"a": seldom})
     # Lately some passed as a whole.
-    assert "become worse" not in diagnosis(group("a", [0.0] * 2), group("b", [1.0] * 2), statistics={"a": known})
+    assert "become worse" not in diagnosis(failed[0], group("b", [1.0] * 2), statistics={"a": known})
 
 
 def test_tasks_that_are_too_easy_with_the_first_few_by_name() -> None:
