@@ -94,9 +94,9 @@ test-training: install
 	$(MAKE) learning
 	$(BIN)/python -m benchmarks.run_all --only async_steps --strict $(if $(FULL),,--quick)
 
-# Three seeds of each variant with FULL=1, one of the default otherwise.
+# Three seeds of each variant with FULL=1, which writes docs/results/learning.md; one of the default otherwise.
 learning: install
-	$(BIN)/python -m benchmarks.learning_table $(if $(FULL),--seeds 0 1 2,--seeds 0 --variants "group_based + ppo")
+	$(BIN)/python -m benchmarks.learning_table $(if $(FULL),--seeds 0 1 2 --write,--seeds 0 --variants "group_based + ppo")
 
 # Everything that runs here, the short form of the fault harness among the tests. FULL=1 runs the long series whole
 # (three seeds instead of one, and `make faults`).
