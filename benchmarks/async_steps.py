@@ -28,7 +28,7 @@ NAME = "async_steps"
 ASYNC, SYNC = "off_policy_async", "on_policy_sync"
 # Steps before the figures: the first one has no step to run beside, and the pipe fills.
 FIRST = 3
-AGE_TOLERANCE = 2
+AGE_TOLERANCE = 3
 
 
 def measure(strategy: str, pause_s: float, steps: int) -> float:

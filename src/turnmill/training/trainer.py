@@ -65,9 +65,10 @@ class StepResult:
     # Global norm before clipping; mean of the updates.
     grad_norm: float
     lr: float
-    # |trainer - sampler| log-prob.
+    # |trainer - sampler| log-prob, and the share of the batch's tokens that were compared.
     audit_mean: float
     audit_max: float
+    audit_share: float
     # Of the batch, however often it was passed over.
     num_tokens: int
     num_rows: int
@@ -372,6 +373,7 @@ class Trainer:
             lr=learning_rate(self.config, self.num_steps),
             audit_mean=whole.audit.mean,
             audit_max=whole.audit.max,
+            audit_share=whole.audit.num_tokens / whole.num_tokens,
             num_tokens=whole.num_tokens,
             num_rows=whole.num_rows,
             num_updates=len(updates),

@@ -90,6 +90,9 @@ async def test_a_run_trains_older_tokens_within_the_bound_and_accounts_for_every
         assert sum(metric.values[f"staleness_share_{age}"] for age in range(3)) == pytest.approx(1)
         assert metric.values["audit_max"] < 1e-4 and metric.values["num_trained_tokens"] == 32
         assert metric.values["overlap_s"] > 0
+        assert 0.2 < metric.values["audit_share"] <= 1
+    # Of the first batch all tokens are current ones.
+    assert metrics[0].values["audit_share"] == 1 > min(metric.values["audit_share"] for metric in metrics)
     assert sum(metric.values["num_generated"] for metric in metrics) >= len(ages)
 
 

@@ -112,7 +112,7 @@ async def test_each_step_has_its_metric_over_everything_that_was_played(
     assert first["reward_min"] == 0.0 and first["reward_max"] == 1.0
     assert first["response_length_mean"] == 4 and first["conversation_length_mean"] == 12
     assert first["turns_mean"] == 2 and first["staleness"] == 0 and first["num_rows"] == 8
-    assert first["audit_max"] < 1e-4
+    assert first["audit_max"] < 1e-4 and first["audit_share"] == 1
     expected = {"reward_mean", "solved", "invalid_share", "dropped_share", "loss", "clip_fraction", "kl", "entropy"}
     expected |= {"grad_norm", "lr", "generate_s", "wait_s", "train_s", "publish_s", "tokens_per_s", "audit_mean"}
     assert expected <= first.keys()

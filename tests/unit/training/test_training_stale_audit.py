@@ -15,8 +15,8 @@ from turnmill.errors import AuditFailed, RecordCorrupt
 from turnmill.records import Call, SampleRecord, Version
 from turnmill.training.microbatches import MicroBatch
 from turnmill.training.policy import Policy
-from turnmill.training.samples import TrainingSample, training_sample
-from turnmill.training.stale_audit import StaleAudit
+from turnmill.training.samples import Row, Span, TrainingSample, training_sample
+from turnmill.training.stale_audit import StaleAudit, chosen
 from turnmill.training.trainer import Trainer
 
 OLD, NEW = Version(incarnation=1, n=1), Version(incarnation=1, n=2)
@@ -138,4 +138,38 @@ async def test_given_up_it_ends_after_the_pass_that_is_being_made(
     going_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (await again).num_tokens == 10 and num_passes == 1 + 5
+    assert (await again).num_tokens == 4 and num_passes == 1 + 2
+
+
+def aged(name: str, *versions: str) -> TrainingSample:
+    spans = tuple(Span(call_id=f"c{i}", start=2 * i, end=2 * i + 2, version=text) for i, text in enumerate(versions))
+    num = 2 * len(versions)
+    row = Row(
+        key=name,
+        token_ids=[1] * num,
+        loss_mask=[0, 1] * len(versions),
+        logprobs=[0.0] * num,
+        temperatures=[1.0] * num,
+        spans=spans,
+    )
+    return TrainingSample(key=name, reward=1.0, rows=(row,))
+
+
+def test_a_quarter_of_the_conversations_with_older_tokens_is_compared() -> None:
+    samples = [aged(f"s{i}", "1.1", "1.3") for i in range(40)] + [aged(f"n{i}", "1.3") for i in range(20)]
+    found = chosen(samples, "1.3")
+    assert len(found) == 10 and all(sample.key.startswith("s") for sample in found)
+    # Whatever the order in which they come, and others in other batches.
+    assert chosen(samples[::-1], "1.3") == found
+    others = chosen([aged(f"r{i}", "1.1") for i in range(40)], "1.3")
+    assert {sample.key[1:] for sample in found} != {sample.key[1:] for sample in others}
+    assert len(chosen(samples, "1.1")) == 15
+    assert chosen(samples[40:], "1.3") == []
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "d", "e"])
+def test_at_least_one_conversation_is_compared_for_each_version(name: str) -> None:
+    samples = [aged(f"s{i}", "1.1") for i in range(40)] + [aged(name, "1.2", "1.3")]
+    found = chosen(samples, "1.3")
+    assert samples[-1] in found and 11 <= len(found) <= 12
+    assert chosen([aged(name, "0.0")], "1.3") == [aged(name, "0.0")]
