@@ -81,7 +81,7 @@ def measure(strategy: str, pause_s: float, steps: int) -> float:
 def main() -> None:
     args = arguments("Rollouts and steps at the same time, beside one after the other").parse_args()
     # Without pauses a step takes a quarter of a second, and single runs scatter by 8 %.
-    cases = ((0.0, 1.15, 16, 3), (0.2, 1.3, 8, 1)) if args.quick else ((0.0, 1.15, 32, 5), (0.2, 1.3, 16, 3))
+    cases = ((0.0, 1.15, 16, 5), (0.2, 1.3, 8, 1)) if args.quick else ((0.0, 1.15, 32, 7), (0.2, 1.3, 16, 3))
     for pause_s, bound, steps, rounds in cases:
         text = "Wordle, 64 conversations x 6 turns a step" + (f", {pause_s * 1000:.0f} ms a turn" if pause_s else "")
         subjects = {strategy: partial(measure, strategy, pause_s, steps) for strategy in (ASYNC, SYNC)}
