@@ -60,11 +60,13 @@ def page(result: dict[str, Any]) -> str:
     ratios = [line for line in result["lines"] if line["kind"] == "ratio"]
     skipped = [line for line in result["lines"] if line["kind"] == "skipped"]
     form = "quick" if result["quick"] else "full"
+    only = result.get("only") or []
+    which = f"; the rows of {', '.join(only)}, the others are of earlier runs" if only else ""
     rows = [
         "# Turnmill beside others, measured",
         "",
         f"Written by `python -m benchmarks.run_all{' --quick' if result['quick'] else ''}` ({form} form, "
-        f"{result['finished']}). Machine: {result['machine']}, no GPU.",
+        f"{result['finished']}{which}). Machine: {result['machine']}, no GPU.",
         "",
         "Pairs are interleaved (A B A B); figures are medians, a ratio is the median of the rounds' ratios. Load: the",
         "one-minute load average before and after, our own work included; others: the mean share of the cores that",
@@ -153,6 +155,8 @@ def main() -> None:
         "load_after": load(),
         "others_busy_before": busy_before,
         "failures": failures,
+        # Empty where all lines are of this run.
+        "only": args.only if kept else [],
         "lines": sorted([*kept, *lines], key=lambda line: NAMES.index(line["benchmark"])),
     }
     for path, text in ((args.results, json.dumps(result, indent=1) + "\n"), (args.page, page(result))):
